@@ -40,9 +40,9 @@ from benchmarks.fsdp_report import PARTNERS, Step, check_losses, memory_case, te
 from benchmarks.fsdp_workload import DTYPES, SIZES, Trainer, Work, make_work
 from benchmarks.machine_load import busy_s, live_bytes
 from megatron.core.device import Device
-from megatron.core.live_peak import LivePeak
 from megatron.core.transport.parallel_state import ParallelState, make_parallel_state
 from megatron.core.transport.rank_grid import RankGrid
+from tests.harness.live_peak import LivePeak
 from tests.harness.ranks import RankContext, run_ranks
 
 OURS = tuple(name for name in PARTNERS if name.startswith("ours-"))

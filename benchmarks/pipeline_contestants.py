@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 
 NUM_RANKS = 2
 LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP, SEED = 3e-4, 0.1, (0.9, 0.95), 1.0, 1234
@@ -129,12 +131,10 @@ class OurPipeline:
         set_schedule(self.engine.optimizer.param_groups, LEARNING_RATE, WEIGHT_DECAY)
         self.profiler = Profiler(ps.device, ps.pp_group.ranks, start=2, end=2 + measured)
         self.runner = PipelineRunner(
-            config.schedule_spec,
-            ps,
+            SimpleNamespace(config=config, ps=ps, timers=Timers(0)),
             self.engine,
             _forward_step,
-            Timers(0),
-            per_token_loss=False,
+            config.schedule_spec,
             recorder=None if timeline is None else TimelineWriter(timeline, ps),
             profiler=self.profiler,
         )
@@ -144,7 +144,7 @@ class OurPipeline:
         """One of the trainer's steps; the mean loss."""
         self.iteration += 1
         batches = StepBatches(iter(self.batches), reads=self.runner.spec.reads_data(self.ps.pp_rank))
-        numbers = self.runner.train(batches, iteration=self.iteration, num_microbatches=self.count)
+        numbers = self.runner.train(batches, StepTask(self.iteration, self.count))
         total, count = numbers.reduce(self.ps).losses["lm loss"]
         divisor = float(self.count * self.ps.dp_size)
         stats = self.engine.optimizer.prepare(divisor)

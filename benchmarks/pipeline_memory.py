@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.live_peak import LivePeak
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
@@ -44,8 +44,10 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
+from tests.harness.live_peak import LivePeak
 from tests.harness.ranks import RankContext, run_ranks
 
 BASE = "1f1b"
@@ -150,12 +152,13 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
     spec = config.schedule_spec
     engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
     heap = HeapRecorder(ctx)
-    runner = PipelineRunner(spec, ps, engine, forward_step, Timers(0), per_token_loss=False, recorder=heap)
+    session = SimpleNamespace(config=config, ps=ps, timers=Timers(0))
+    runner = PipelineRunner(session, engine, forward_step, spec, recorder=heap)
     batches = work.batches()
 
     def step(iteration: int) -> None:
         drawn = StepBatches(iter(batches), reads=spec.reads_data(ps.pp_rank))
-        runner.train(drawn, iteration=iteration, num_microbatches=work.num_microbatches)
+        runner.train(drawn, StepTask(iteration, work.num_microbatches))
 
     step(1)  # buffers are allocated, routes know their shapes
     found = []

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron.core.optimizer.param_groups import ParamGroup
+from megatron.core.optimizer.flat_update import ParamGroup
 
 # Modules of the plain model by our names for them; those of a block are our decoder layer's.
 BLOCK_NAMES = {

@@ -8,24 +8,33 @@ Tokens a rank decide: computing grows with them, communication does not. --tflop
 the machine achieves, not its peak; the bandwidth is what one tensor parallel group takes in, and its ranks share it.
 """
 
+# Sources: the slides of Megatron-Core's custom FSDP (a layer of 11 h^2 parameters, 2 FLOP a parameter and token forward
+# and 4 backward, 2 more with recomputation); ZeRO-Infinity (arXiv 2104.07857). The sharding table says what is cut, a
+# plan of one stage how often it is sent.
+
 from __future__ import annotations
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import fsdp_hiding_forms as forms
+from megatron.core.sharding_table import STRATEGIES, ShardPlace
+from tools.schedule_residency import moves_of_one_stage
 
-SHORTEST_S, LONGEST_S = 1e-100, 1e100  # between which a float has room for every figure
+Row = dict[str, Any]
+# Titles and columns of all tables; of the published ones also what is not computed, as was measured.
+TABLES = json.loads(Path(__file__).with_name("fsdp_hiding.json").read_text(encoding="utf-8"))
 BEYOND_RANGE = (
     "times are out of range: check --tflops, --bandwidth-gb-per-s, --hidden-size and --tokens-per-gpu"
 )
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+RATES = ("--tflops", "--bandwidth-gb-per-s", "--tokens-per-gpu")
 # Flag -> default, the flag it goes with, help. All are whole numbers of at least 1.
 COUNTS: dict[str, tuple[int | None, str, str]] = {
     "--hidden-size": (None, "", ""),
@@ -70,71 +79,186 @@ def parser() -> argparse.ArgumentParser:
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """With defaults where a configuration is described. Raises UsageError naming the flag that is wrong."""
-    given = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in COUNTS}
-    for flag in ("--tflops", "--bandwidth-gb-per-s", "--tokens-per-gpu"):
-        value = getattr(args, flag[2:].replace("-", "_"))
-        if value is not None and not 0 < value < math.inf:
+    """With defaults where a configuration is described, and tokens, rates and bytes on the wire. Raises UsageError
+    naming the flag that is wrong."""
+    given = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in (*RATES, *COUNTS)}
+    ones = {given[flag] for flag in ("--tokens-per-gpu", *COUNTS)}
+    args.described = {*ones, args.param_dtype, args.grad_dtype, args.recompute} != {None}
+    for flag, value in given.items():
+        default, owner, _ = COUNTS.get(flag, (value, "", ""))
+        if value is not None and flag in RATES and not 0 < value < math.inf:
             raise UsageError(f"{flag} must be finite and more than 0, not {value:g}")
-    for flag, (default, owner, _) in COUNTS.items():
-        if (value := given[flag]) is not None and value < 1:
+        if value is not None and flag in COUNTS and value < 1:
             raise UsageError(f"{flag} must be at least 1, not {value}")
         if value is not None and owner and given[owner] is None:
             raise UsageError(f"{flag} goes with {owner}, which is not given")
         setattr(args, flag[2:].replace("-", "_"), default if value is None else value)
-    args.described = {
-        *given.values(),
-        args.tokens_per_gpu,
-        args.param_dtype,
-        args.grad_dtype,
-        args.recompute,
-    } != {None}
-    args.wire = DTYPE_BYTES[args.param_dtype or "bf16"], DTYPE_BYTES[args.grad_dtype or "fp32"]
-    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
-    if args.num_layers and (args.hidden_size is None or args.seq_length is None):
-        raise UsageError("--num-layers goes with --hidden-size and --seq-length: give both")
-    for flag, alone in (("--num-experts", None), ("--tensor-model-parallel-size", 1)):
-        if args.num_layers and (given[flag] or alone) != alone:
-            raise UsageError(
-                f"--num-layers: a model's forms are of dense layers without TP; leave {flag} out"
-            )
-    if args.described and args.hidden_size is None:
-        raise UsageError("--hidden-size must be given with a configuration")
-    if args.described and not (args.tokens_per_gpu or args.seq_length):
-        raise UsageError("--tokens-per-gpu or --seq-length must be given")
-    if args.seq_length and args.seq_length % cp:
-        raise UsageError(f"--context-parallel-size {cp} does not divide --seq-length {args.seq_length}")
-    if args.num_experts and args.moe_router_topk > args.num_experts:
-        raise UsageError(
-            f"--moe-router-topk of {args.moe_router_topk} is more than the {args.num_experts} experts"
-        )
-    if args.num_experts and args.num_experts % ep:
-        raise UsageError(f"--expert-model-parallel-size of {ep} does not divide {args.num_experts} experts")
-    args.tokens = args.tokens_per_gpu or (args.seq_length or 0) / cp * args.micro_batch_size
+    seq, layers, experts = args.seq_length or 0, args.num_layers, args.num_experts or 0
+    topk, cp, ep = args.moe_router_topk, args.context_parallel_size, args.expert_model_parallel_size
+    alone = "--num-layers: a model's forms are of dense layers without TP; leave {} out"
+    both = "--num-layers goes with --hidden-size and --seq-length: give both"
+    for is_wrong, message in (
+        (layers and not (args.hidden_size and seq), both),
+        (layers and experts, alone.format("--num-experts")),
+        (layers and args.tensor_model_parallel_size > 1, alone.format("--tensor-model-parallel-size")),
+        (args.described and not args.hidden_size, "--hidden-size must be given with a configuration"),
+        (
+            args.described and not (args.tokens_per_gpu or seq),
+            "--tokens-per-gpu or --seq-length must be given",
+        ),
+        (seq % cp, f"--context-parallel-size {cp} does not divide --seq-length {seq}"),
+        (0 < experts < topk, f"--moe-router-topk of {topk} is more than the {experts} experts"),
+        (experts % ep, f"--expert-model-parallel-size of {ep} does not divide {experts} experts"),
+    ):
+        if is_wrong:
+            raise UsageError(message)
+    args.tokens = args.tokens_per_gpu or seq / cp * args.micro_batch_size
     args.rates = args.tflops * 1e12, args.bandwidth_gb_per_s * 1e9 / args.tensor_model_parallel_size
+    args.wire = DTYPE_BYTES[args.param_dtype or "bf16"], DTYPE_BYTES[args.grad_dtype or "fp32"]
     return args
 
 
-def rows_text(head: list[str], rows: list[list[str]]) -> str:
-    """Columns as wide as their widest word."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [[word.ljust(width) for word, width in zip(row, widths, strict=True)] for row in [head, *rows]]
-    return "".join("  ".join(line).rstrip() + "\n" for line in lines)
+# Closed forms --------------------------------------------------------------------------------------------
 
 
-def tables_text(tables: Mapping[str, list[forms.Row]], **facts: object) -> str:
-    """Titles, heads and rows, every figure in its column's form. facts: of the titles."""
-    texts = []
-    for name, rows in tables.items():
-        columns = forms.TABLES[name]["columns"]
-        words = [[form.format(row[column]) for column, form in columns.items()] for row in rows]
-        texts.append(f"{forms.TABLES[name]['title'].format(**facts)}\n{rows_text(list(columns), words)}")
-    return "\n".join(texts)
+def phases_of(args: argparse.Namespace, **changes: Any) -> tuple[list[Row], float, float]:
+    """Both passes over each part of a layer, the share of its time in which it waits, and the useful share.
+
+    Computing and sending run side by side, the longer one counts. n parameters take 2 n / TP FLOP a token forward and
+    4 backward (6 with recompute), top_k times for experts; they send param_bytes n / TP, backward grad_bytes n / TP
+    more, num_experts / EP times for experts.
+    """
+    args = argparse.Namespace(**{**vars(args), **changes})
+    flop_per_s, bytes_per_s = args.rates
+    experts = (args.num_experts or 0) / args.expert_model_parallel_size
+    rows: list[Row] = []
+    for part, params_per_h2 in (("attention", 3), ("experts", 8)) if experts else (("layer", 11),):
+        params = params_per_h2 * args.hidden_size**2 / args.tensor_model_parallel_size
+        met, held = (args.moe_router_topk, experts) if part == "experts" else (1, 1)
+        for phase, useful, sent in (("forward", 2, args.wire[0]), ("backward", 4, sum(args.wire))):
+            flop = useful + (2 if args.recompute and phase == "backward" else 0)
+            compute_s = flop * met * params * args.tokens / flop_per_s
+            sent_s = sent * held * params / bytes_per_s
+            need = held / met * sent / flop * flop_per_s / bytes_per_s
+            row = {"part": part, "phase": phase, "need_tokens": need, "have_tokens": args.tokens}
+            row |= {"ratio": need / args.tokens, "hidden": need <= args.tokens, "compute_s": compute_s}
+            row |= {"communication_s": sent_s, "exposed_s": max(0.0, sent_s - compute_s)}
+            rows.append(row | {"useful_s": compute_s * useful / flop})
+    wall_s = sum(row["compute_s"] + row["exposed_s"] for row in rows)
+    return rows, sum(row["exposed_s"] for row in rows) / wall_s, sum(row["useful_s"] for row in rows) / wall_s
 
 
-def hiding_text(phases: list[forms.Row], exposed_share: float, useful: float) -> str:
+def min_tokens(args: argparse.Namespace, names: str, **changes: Any) -> Row:
+    """Tokens a rank that hide the forward and the backward of a layer, or of its experts."""
+    return {names.format(row["phase"]): row["need_tokens"] for row in phases_of(args, **changes)[0][-2:]}
+
+
+def bytes_per_param(strategy: str, ways: int, wire: tuple[int, int]) -> float:
+    """That a rank keeps between steps, with Adam (ZeRO, arXiv 1910.02054): weights and gradients as they are sent, two
+    fp32 moments, and fp32 main weights unless weights are fp32."""
+    row, place = STRATEGIES[strategy], ShardPlace(inner_size=ways)
+    sizes = (wire[0], row.weights), (wire[1], row.main_grads), (8 + 4 * (wire[0] != 4), row.optimizer)
+    return sum(size / place.ways(cut) for size, cut in sizes)
+
+
+def feeding(seq_length: int, batch: int, hidden_size: int, interval: int) -> list[Row]:
+    """FLOP a byte moved (ZeRO-Infinity, section 4): seq * bsz, a quarter of that, 24 * hd * ci."""
+    intensities = seq_length * batch, seq_length * batch / 4, 24 * hidden_size * interval
+    moved = zip(TABLES["efficiency"]["moved"], intensities, strict=True)
+    return [{"moved": one, "flop_per_byte": ait} for one, ait in moved]
+
+
+def filled(name: str, form: Callable[[Row], Row], rows: Sequence[Row] | None = None) -> list[Row]:
+    """A table: of each row what is given, and what the form computes of that."""
+    made = [row | form(row) for row in rows or TABLES[name]["rows"]]
+    return [{column: row[column] for column in TABLES[name]["columns"]} for row in made]
+
+
+def published_tables(args: argparse.Namespace) -> dict[str, list[Row]]:
+    """The tables of the slides and of ZeRO-Infinity, computed at these rates."""
+    flop_per_s, bytes_per_s = args.rates
+    layer = argparse.Namespace(**{**vars(args), "hidden_size": 8192, "tokens": 8192})
+    experts = {"num_experts": 256, "moe_router_topk": 8, "expert_model_parallel_size": 8}
+
+    def dense(row: Row) -> Row:
+        rates = flop_per_s, bytes_per_s / row["tp"]
+        return {"bandwidth_gb_per_s": rates[1] / 1e9} | min_tokens(layer, "{}_min_tokens", rates=rates)
+
+    def criterion(row: Row) -> Row:
+        own = {"wire": (2, DTYPE_BYTES[row["grad_dtype"]]), "recompute": row["recompute"] == "full"}
+        return min_tokens(layer, "{}", **own) | min_tokens(layer, "moe_{}", **own, **experts)
+
+    def case(row: Row) -> Row:
+        tokens, recompute = 8192 / row["cp"], row["recompute"]
+        (forward, backward), _, useful = phases_of(layer, tokens=tokens, recompute=recompute)
+        ratios = {"forward_ratio": forward["ratio"], "backward_ratio": backward["ratio"]}
+        return {"tokens_per_gpu": tokens, "useful_fraction": useful} | ratios
+
+    def moe(row: Row) -> Row:
+        return min_tokens(layer, "{}_min_tokens", **experts | {"expert_model_parallel_size": row["ep"]})
+
+    def intensity(row: Row) -> Row:  # bandwidth of a share e of a V100's 70 TFLOP/s: peak / ait * e / (1 - e)
+        return {f"gb_per_s_at_{e}%": 70e3 / row["flop_per_byte"] * e / (100 - e) for e in (50, 90)}
+
+    zero = filled("zero", lambda row: {"gb": 7.5 * bytes_per_param(row["strategy"], 64, (2, 2))})
+    forms = {"dense": dense, "moe": moe, "criteria": criterion, "case_study": case}
+    by_row = {name: filled(name, form) for name, form in forms.items()}
+    return {"zero": zero, **by_row, "intensity": filled("intensity", intensity, feeding(1024, 2, 8192, 1))}
+
+
+def model_tables(args: argparse.Namespace) -> dict[str, list[Row]]:
+    """What a model of equal layers of 12 h^2 keeps and sends, its working sets, and how well it is fed."""
+    hidden, layers, seq = args.hidden_size, args.num_layers, args.seq_length // args.context_parallel_size
+    heads, of_layer = args.num_attention_heads or max(1, hidden // 128), 12 * hidden**2
+    ways, batch, interval = args.data_parallel_size, args.micro_batch_size, args.checkpoint_interval
+
+    def sends(row: Row) -> Row:
+        strategy = row["strategy"]
+        moves = moves_of_one_stage(strategy, layers, args.num_microbatches, ways) if ways > 1 else (0, 0)
+        whole = strategy == "no_shard"  # an all-reduce goes round its ring twice
+        sent = moves[0] * args.wire[0] + (2 if whole else 1) * moves[1] * args.wire[1]
+        return {
+            "persistent_gb": layers * of_layer * bytes_per_param(strategy, ways, args.wire) / 1e9,
+            "all_gathers": moves[0],
+            "reduce_scatters": 0 if whole else moves[1],
+            "all_reduces": moves[1] if whole else 0,
+            "sent_gb": sent * of_layer * (ways - 1) / ways / 1e9,
+        }
+
+    def fed(row: Row) -> Row:
+        return {"efficiency": (rate := row["flop_per_byte"] * args.rates[1]) / (rate + args.rates[0])}
+
+    sizes = (  # ZeRO-Infinity, section 3
+        2 * batch * seq * hidden * layers / interval,
+        batch * seq * interval * (16 * hidden + 2 * heads * seq),
+        4 * hidden * 4 * hidden,
+        2 * of_layer * sum(args.wire),
+    )
+    held = zip(TABLES["working_sets"]["held"], sizes, strict=True)
+    return {
+        "strategies": filled("strategies", sends, [{"strategy": one} for one in STRATEGIES]),
+        "working_sets": [{"held": what, "gb": size / 1e9} for what, size in held],
+        "efficiency": filled("efficiency", fed, feeding(seq, batch, hidden, interval)),
+    }
+
+
+# What is printed -----------------------------------------------------------------------------------------
+
+
+def table_text(name: str, rows: Sequence[Row], **facts: object) -> str:
+    """Title and head, and every figure in its column's form, in columns as wide as their widest word. facts: of the
+    title."""
+    columns, title = TABLES[name]["columns"], TABLES[name]["title"].format(**facts)
+    words = [list(columns), *([form.format(row[column]) for column, form in columns.items()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+    lines = [f"{title}\n" if title else ""]
+    for row in words:
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
+    return "".join(lines)
+
+
+def hiding_text(phases: list[Row], exposed_share: float, useful: float) -> str:
     """Need and have, phase by phase, then the sum in words."""
-    head = "part phase need_tokens have_tokens ratio compute_ms communication_ms exposed_ms verdict".split()
     rows, exposed = [], []
     for row in phases:
         told = f"hidden, {1 - row['ratio']:.0%} of the computing to spare"
@@ -142,44 +266,38 @@ def hiding_text(phases: list[forms.Row], exposed_share: float, useful: float) ->
             sends = "gather" if row["phase"] == "forward" else "gather and reduce-scatter"
             told = f"exposed: {row['exposed_s'] / row['communication_s']:.0%} of {sends}"
             exposed.append(f"{row['part']} {row['phase']}")
-        times = (f"{1e3 * row[f'{name}_s']:.3f}" for name in ("compute", "communication", "exposed"))
-        tokens = f"{row['need_tokens']:.2f}", f"{row['have_tokens']:g}", f"{row['ratio']:.2f}"
-        rows.append([row["part"], row["phase"], *tokens, *times, told])
+        times = {f"{name}_ms": 1e3 * row[f"{name}_s"] for name in ("compute", "communication", "exposed")}
+        rows.append({**row, **times, "verdict": told})
     most = math.ceil(max(row["need_tokens"] for row in phases))
     verdict = f"All communication is hidden; {most} tokens a rank would be enough.\n"
     if exposed:
         verdict = f"Exposed: {', '.join(exposed)}; {exposed_share:.1%} of a layer's time is waiting. "
         verdict += f"{most} tokens a rank would hide all of it.\n"
     useful_text = f"Useful fraction of the computing rate (recompute is not useful): {useful:.3f}\n"
-    return rows_text(head, rows) + verdict + useful_text
+    return table_text("phases", rows) + verdict + useful_text
 
 
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises UsageError."""
     args = checked(args)
-    if not args.described:
-        tables = forms.published_tables(args)
-        if not SHORTEST_S <= args.tflops / args.bandwidth_gb_per_s <= LONGEST_S:
-            raise UsageError(BEYOND_RANGE)
-        rates = f"{args.tflops:g} TFLOP/s and {args.bandwidth_gb_per_s:g} GB/s"
-        return json.dumps(tables, allow_nan=False) + "\n" if args.json else tables_text(tables, rates=rates)
-    phases, exposed, useful = forms.phases_of(args)
-    if not all(
-        SHORTEST_S <= row[f"{name}_s"] <= LONGEST_S for row in phases for name in ("compute", "communication")
-    ):
-        raise UsageError(BEYOND_RANGE)
-    tables = forms.model_tables(args) if args.num_layers else {}
-    if args.json:
+    phases: list[Row] = []
+    figures: Row = {}
+    if args.described:
+        phases, exposed, useful = phases_of(args)
         told = [{name: row[name] for name in row if name != "useful_s"} for row in phases]
         figures = {"phases": told, "exposed_fraction": exposed, "useful_fraction": useful}
-        rates = dict(zip(("flop_per_s", "bandwidth_bytes_per_s"), args.rates, strict=True))
-        return json.dumps(figures | rates | tables, allow_nan=False) + "\n"
-    text = hiding_text(phases, exposed, useful)
-    if tables:
-        params = 12 * args.num_layers * args.hidden_size**2
-        facts = {"params": params, "ranks": args.data_parallel_size, "microbatches": args.num_microbatches}
-        text += "\n" + tables_text(tables, **facts)
-    return text
+        figures |= {"flop_per_s": args.rates[0], "bandwidth_bytes_per_s": args.rates[1]}
+    tables = model_tables(args) if args.num_layers else {} if args.described else published_tables(args)
+    times = [row[name] for row in phases for name in ("compute_s", "communication_s")]
+    if not all(1e-100 <= one <= 1e100 for one in times or [args.tflops / args.bandwidth_gb_per_s]):
+        raise UsageError(BEYOND_RANGE)
+    if args.json:
+        return json.dumps(figures | tables, allow_nan=False) + "\n"
+    facts = {"ranks": args.data_parallel_size, "microbatches": args.num_microbatches}
+    facts["params"] = 12 * (args.num_layers or 0) * (args.hidden_size or 0) ** 2
+    facts["rates"] = f"{args.tflops:g} TFLOP/s and {args.bandwidth_gb_per_s:g} GB/s"
+    texts = [table_text(name, rows, **facts) for name, rows in tables.items()]
+    return "\n".join(([hiding_text(phases, exposed, useful)] if phases else []) + texts)
 
 
 def main(argv: list[str] | None = None) -> int:

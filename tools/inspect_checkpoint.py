@@ -10,6 +10,7 @@ Exit status: 0, or 3 when there is no valid checkpoint (with --verify: digests i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -35,10 +36,7 @@ def describe(found: Found) -> dict[str, Any]:
         "torch_version": manifest.torch_version,
         "config_hash": manifest.config_hash,
         "common": sorted(manifest.common),
-        "files": {
-            entry.name: {"bytes": entry.num_bytes, "sha256": entry.sha256}
-            for entry in manifest.files.values()
-        },
+        "files": {name: dataclasses.asdict(entry) for name, entry in manifest.files.items()},
         "tensors": {
             name: {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": len(entry.chunks)}
             for name, entry in sorted(manifest.tensors.items())

@@ -26,13 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import numpy as np
 
-from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
+from megatron.core.datasets.blend import (
+    DEFAULT_SPLIT,
+    SPLIT_NAMES,
+    Blend,
+    parse_blend,
+    parse_split,
+    read_blend_file,
+    read_per_split_file,
+)
 from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.checksums import checksums_path, write_checksums
-from megatron.core.datasets.corpus_report import CorpusReport, verify_corpus
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
-from megatron.core.datasets.splits import DEFAULT_SPLIT, SPLIT_NAMES, parse_split
+from tools.corpus_report import CorpusReport, verify_corpus
 
 EXIT_DATA = 4
 THREADS = min(8, len(os.sched_getaffinity(0)))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatron.core.model_parallel_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing.compare import over_limit
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
@@ -19,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
-from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 
 ALL = "all"
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300

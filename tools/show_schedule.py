@@ -34,25 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.drawing import overlay
-from megatron.core.pipeline_parallel.plan.drawing.compare import (
-    Entry,
-    entry_of,
-    longest,
-    of_rank_totals,
-    over_limit,
-    table,
-)
-from megatron.core.pipeline_parallel.plan.drawing.grid import columns_per_unit, summary, to_text
-from megatron.core.pipeline_parallel.plan.drawing.page import to_html
+from megatron.core.pipeline_parallel.plan.drawing.held_over_time import summary
 from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg, to_picture, to_svg
-from megatron.core.pipeline_parallel.plan.drawing.trace import to_trace
 from megatron.core.pipeline_parallel.plan.facts import bound_line
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
@@ -68,6 +58,9 @@ from tools.schedule_flags import (
     parser,
     request_of,
 )
+from tools.schedule_page import Entry, entry_of, longest, of_rank_totals, table, to_html
+from tools.schedule_text import columns_per_unit, overlay_figures, overlay_text, to_text
+from tools.schedule_trace import overlay_trace, to_trace
 
 
 def figures(
@@ -289,16 +282,14 @@ def run_measured(args: argparse.Namespace) -> str:
     fitting(planned, limits)
     if args.format == "text":
         head = f"iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}, seconds\n"
-        return head + overlay.overlay_text(planned, measured)
+        return head + overlay_text(planned, measured)
     if args.format == "svg":
         return beside_svg(planned, measured)
     if args.format == "trace":
-        return overlay.overlay_trace(planned, measured, step.spans)
+        return overlay_trace(planned, measured, step.spans)
     if args.format == "json":
         told = {"iteration": step.iteration, "ranks": list(step.pipeline), "hash": plan_hash(step.plan)}
-        return (
-            json.dumps({**told, **overlay.overlay_figures(planned, measured, means)}, allow_nan=False) + "\n"
-        )
+        return json.dumps({**told, **overlay_figures(planned, measured, means)}, allow_nan=False) + "\n"
     raise PlanError(
         f"--format {args.format} says nothing of times: use text, json, svg or trace with --measured"
     )

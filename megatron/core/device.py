@@ -7,7 +7,6 @@ are written once.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -26,7 +25,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclasses.dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes in use by this process on its device, now and at most since the last `Device.reset_peak`.
+    """Bytes in use by this process on its device, now and at most so far.
 
     CUDA: torch's caching allocator. CPU: allocated is the heap in use (`mallinfo2`), reserved the resident
     set; the heap's own peak is not recorded by the C library, so both peaks are the resident set's.
@@ -100,15 +99,6 @@ class Device:
             return int(free) + kept
         return available_bytes()
 
-    def reset_peak(self) -> None:
-        """Peaks count from now on. On CPU: Linux only, elsewhere peaks stay those of the whole process."""
-        if self.kind == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.index)
-        elif sys.platform == "linux":
-            # Containers may forbid it; the peak is then that of the process, which is still a true upper bound.
-            with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-                file.write("5")
-
     def rng_states(self) -> dict[str, Tensor]:
         """The states of torch's default generators, as byte tensors: what a checkpoint keeps."""
         own = {"cuda": torch.cuda.get_rng_state(self.index)} if self.kind == "cuda" else {}
@@ -154,11 +144,9 @@ def device_in_use(kind: str | None = None) -> Device:
     For a process that somebody else has set up. kind: "cpu" or "cuda"; ValueError for any other.
     """
     kind = kind or _best_kind()
-    if kind == "cpu":
-        return Device("cpu")
-    if kind != "cuda":
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"device {kind!r} is not supported; use 'cpu' or 'cuda'")
-    return Device("cuda", torch.cuda.current_device())
+    return Device("cpu") if kind == "cpu" else Device("cuda", torch.cuda.current_device())
 
 
 LAUNCHES_WORTH = 16
@@ -196,10 +184,8 @@ def set_threads(local_world_size: int, cores: int | None = None, *, threads: int
 def heap_bytes() -> int | None:
     """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`); None where there is no such count."""
     mallinfo2 = _mallinfo2()
-    if mallinfo2 is None:
-        return None
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    info = mallinfo2() if mallinfo2 is not None else None
+    return None if info is None else int(info.uordblks + info.hblkhd)
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -210,25 +196,18 @@ class _Mallinfo2(ctypes.Structure):
 @functools.cache
 def _mallinfo2() -> ctypes._NamedFuncPointer | None:
     """The C library's function, where it has one (glibc >= 2.33)."""
-    if sys.platform != "linux":
-        return None
-    try:
-        function = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        return None
-    function.restype = _Mallinfo2
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if function is not None:
+        function.restype = _Mallinfo2
     return function
 
 
 def _resident_bytes() -> tuple[int, int]:
     """The resident set now, and its peak."""
     if sys.platform == "linux":
-        fields = {}
         with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith(("VmRSS:", "VmHWM:")):
-                    name, value, _unit = line.split()  # kB
-                    fields[name] = int(value) * 1024
-        return fields["VmRSS:"], fields["VmHWM:"]
+            fields = dict(line.split(":", 1) for line in file)
+        now, most = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # from kB
+        return now, most
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     return peak, peak

@@ -11,6 +11,7 @@ import re
 
 MAX_ITEMS = 4096
 _MAX_NUMBER = 10**9
+_SYMBOL = re.compile(r"([EtmL|()])(?:(?<!\()\*(\d{1,6}))?")  # of a layout, and how often
 
 
 class ListExpressionError(ValueError):
@@ -101,29 +102,19 @@ def expand_layout(text: str, max_symbols: int = MAX_ITEMS) -> tuple[str, ...]:
     parenthesised group, commas and spaces are ignored, stages may be empty. Raises ListExpressionError.
     """
     text = re.sub(r"[,\s]", "", strip_quotes(text))
-    flat, rest = _layout_sequence(text, 0, 0, max_symbols)
-    if rest != len(text):
-        raise ListExpressionError(f"layout {text[:80]!r}: unexpected {text[rest]!r} at character {rest}")
-    return tuple(flat.split("|"))
-
-
-def _layout_sequence(text: str, at: int, depth: int, limit: int) -> tuple[str, int]:
-    out = ""
-    while at < len(text) and text[at] != ")":
-        if text[at] == "(" and depth < 8:
-            piece, at = _layout_sequence(text, at + 1, depth + 1, limit)
-            if at >= len(text):
-                raise ListExpressionError(f"layout {text[:80]!r}: a bracket is not closed")
-        elif text[at] in "EtmL|":
-            piece = text[at]
-        else:
+    open_groups, at = [""], 0  # the whole first
+    while at < len(text):
+        match = _SYMBOL.match(text, at)
+        if match is None or (match[1] == ")" and len(open_groups) == 1):
             raise ListExpressionError(f"layout {text[:80]!r}: unexpected {text[at]!r} at character {at}")
-        at += 1
-        times = re.match(r"\*(\d{1,6})", text[at:])
-        if times is not None:
-            at += times.end()
-        count = int(times[1]) if times is not None else 1
-        if len(out) + len(piece) * count > limit:
-            raise ListExpressionError(f"layout {text[:80]!r}: more than {limit} symbols")
-        out += piece * count
-    return out, at
+        at = match.end()
+        if match[1] == "(":
+            open_groups.append("")
+            continue
+        piece, count = open_groups.pop() if match[1] == ")" else match[1], int(match[2] or 1)
+        if len(open_groups[-1]) + len(piece) * count > max_symbols:
+            raise ListExpressionError(f"layout {text[:80]!r}: more than {max_symbols} symbols")
+        open_groups[-1] += piece * count
+    if len(open_groups) > 1:
+        raise ListExpressionError(f"layout {text[:80]!r}: a bracket is not closed")
+    return tuple(open_groups[0].split("|"))

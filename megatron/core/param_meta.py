@@ -158,9 +158,7 @@ def infer_param_meta(module: nn.Module) -> dict[str, ParamMeta]:
     """ParamMeta for a module that is not ours: 1-D parameters and biases do not decay."""
     return {
         name: ParamMeta(
-            name=name,
-            global_shape=tuple(p.shape),
-            decay=p.dim() > 1 and not name.endswith(".bias"),
+            name=name, global_shape=tuple(p.shape), decay=p.dim() > 1 and not name.endswith(".bias")
         )
         for name, p in module.named_parameters()
     }

@@ -30,14 +30,8 @@ StrPath = str | os.PathLike[str]
 
 _UMASK = os.umask(0o077)  # asked once, before there are threads: asking sets it for a moment
 os.umask(_UMASK)
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
+_KINDS |= {stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class UnsafeFileError(OSError):
@@ -198,17 +192,15 @@ def locked(path: StrPath, *, wait: bool = True) -> Iterator[None]:
         fd = _open_checked(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if _is_at(fd, path):  # else its last holder removed it, and others lock the next one
+            try:
+                is_there = os.path.samestat(os.fstat(fd), os.lstat(path))
+            except FileNotFoundError:
+                is_there = False
+            if is_there:  # else its last holder removed it, and others lock the next one
                 yield
                 return
         finally:
             os.close(fd)
-
-
-def _is_at(fd: int, path: StrPath) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    return False
 
 
 def sync_directory(path: StrPath) -> None:

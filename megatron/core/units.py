@@ -37,11 +37,11 @@ class Unit:
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     backward_reads: bool
+    begins_with_lookup: bool
     spans: bool
     lasts: bool
     nests: bool = False
     nested: bool = False
-    begins_with_lookup: bool = False
 
 
 def declared_units(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
@@ -65,9 +65,7 @@ def find_units(
     owners = _owners(chunks, parameters, given)
     missing = [name for name in parameters if name not in owners]
     assert declared is None or not missing, f"parameters in no unit: {missing}"
-    order = _registered(
-        chunks, {id(module): place for place, unit in enumerate(given) for module in unit.modules}
-    )
+    order = _registered(chunks, given)
     units: list[Unit] = []
     called: Counter[str] = Counter()
     for place, unit in enumerate(given):
@@ -75,25 +73,23 @@ def find_units(
         if not names:
             continue
         called[unit.name] += 1
+        again = "" if called[unit.name] == 1 else f"#{called[unit.name]}"
         spans = any(module is chunk for module in unit.modules for chunk in chunks)
         # Whether modules of other units are registered between its first and its last.
         between = order[order.index(place) : len(order) - order[::-1].index(place)]
         units.append(
             Unit(
                 len(units),
-                unit.name if called[unit.name] == 1 else f"{unit.name}#{called[unit.name]}",
+                unit.name + again,
                 unit.modules,
                 names,
                 unit.backward_reads,
+                unit.begins_with_lookup,
                 spans,
-                lasts=spans or any(other != place for other in between),
-                begins_with_lookup=unit.begins_with_lookup,
+                lasts=spans or len(set(between)) > 1,
             )
         )
-    unit_of = {id(module): unit.index for unit in units for module in unit.modules}
-    inside = [
-        set(_registered(unit.modules, unit_of)) - {unit.index} for unit in units
-    ]  # units in others' modules
+    inside = [set(_registered(unit.modules, units)) - {unit.index} for unit in units]
     nested = {inner for unit in units if not unit.lasts for inner in inside[unit.index]}
     return tuple(
         dataclasses.replace(unit, nests=bool(inside[unit.index]), nested=unit.index in nested)
@@ -103,24 +99,14 @@ def find_units(
 
 def forward_order(chunks: Sequence[nn.Module], units: Sequence[Unit]) -> tuple[int, ...]:
     """The units in the order in which their modules are registered: the order of the forward, as far as that tells."""
-    order = _registered(chunks, {id(module): unit.index for unit in units for module in unit.modules})
-    order += [unit.index for unit in units if unit.spans]  # to the very end
-    return tuple(unit for unit, _ in itertools.groupby(order))
+    to_the_end = [unit.index for unit in units if unit.spans]
+    return tuple(unit for unit, _ in itertools.groupby(_registered(chunks, units) + to_the_end))
 
 
-def derive_units(
-    chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule], *, one_rest: bool = False
-) -> tuple[ModelUnit, ...]:
-    """Units for models that declare none. one_rest: what is in no matched unit is one that spans its chunk. Raises
-    ModelError where a class or name matches nothing."""
-    units: list[ModelUnit] = []
-    for chunk in chunks:
-        matched = _matched(chunk, unit_modules)
-        if one_rest:
-            units.append(ModelUnit(type(chunk).__name__, (chunk,)))
-            units += [_unit_of(name, modules) for name, modules in dict.fromkeys(matched.values())]
-        else:
-            units += _with_rest(chunk, matched)
+def derive_units(chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule]) -> tuple[ModelUnit, ...]:
+    """Units for models that declare none: those that match, and what is in none of them. Raises ModelError where a
+    class or name matches nothing."""
+    units = tuple(unit for chunk in chunks for unit in _with_rest(chunk, _matched(chunk, unit_modules)))
     found = {unit.name for unit in units}
     found |= {cls.__name__ for unit in units for module in unit.modules for cls in type(module).__mro__}
     unmatched = [word for word in map(_spelled, unit_modules) if word not in found]
@@ -130,16 +116,31 @@ def derive_units(
             f"--fsdp-unit-modules (fsdp_unit_modules) {unmatched}: no module of the model matches; its classes are "
             f"{classes}"
         )
-    return tuple(units)
+    return units
+
+
+def whole_unit(chunk: nn.Module) -> ModelUnit:
+    """A chunk as one unit, of what is in no unit inside it."""
+    return ModelUnit(type(chunk).__name__, (chunk,))
 
 
 def matched_units(module: nn.Module, unit_modules: Sequence[UnitModule]) -> list[tuple[nn.Module, ...]]:
     """The modules of each unit that `unit_modules` finds in a module."""
-    return list(dict.fromkeys(modules for _, modules in _matched(module, unit_modules).values()))
+    return [unit.modules for unit in dict.fromkeys(_matched(module, unit_modules).values())]
 
 
-def _registered(chunks: Sequence[nn.Module], unit_of: Mapping[int, int]) -> list[int]:
-    """Units by their modules, in the order in which these are registered. unit_of: by id of a module."""
+def owning_modules(module: nn.Module, parts: Collection[int]) -> Iterator[nn.Module]:
+    """The modules with parameters of their own at and below one, without `parts` below it (ids of modules)."""
+    if next(module.parameters(recurse=False), None) is not None:
+        yield module
+    for child in module.children():
+        if id(child) not in parts:
+            yield from owning_modules(child, parts)
+
+
+def _registered(chunks: Sequence[nn.Module], units: Sequence[ModelUnit | Unit]) -> list[int]:
+    """Places of units by their modules, in the order in which these are registered."""
+    unit_of = {id(module): place for place, unit in enumerate(units) for module in unit.modules}
     return [unit_of[id(module)] for chunk in chunks for module in chunk.modules() if id(module) in unit_of]
 
 
@@ -149,79 +150,64 @@ def _spelled(word: UnitModule) -> str:
     return "+".join(word) if isinstance(word, tuple) else word.__name__
 
 
-def _matched(
-    chunk: nn.Module, unit_modules: Sequence[UnitModule]
-) -> dict[int, tuple[str, tuple[nn.Module, ...]]]:
-    """id of a module -> (name, modules) of the unit that it belongs to."""
+def _matched(chunk: nn.Module, unit_modules: Sequence[UnitModule]) -> dict[int, ModelUnit]:
+    """id of a module -> the unit that it belongs to."""
     by_name = dict(chunk.named_modules())
-    found: dict[int, tuple[str, tuple[nn.Module, ...]]] = {}
+    found: dict[int, ModelUnit] = {}
     for words in (word for word in unit_modules if isinstance(word, tuple)):
         unknown = [name for name in words if name not in by_name]
         if unknown:
             raise ModelError(f"fsdp_unit_modules {words}: the model has no modules {unknown}")
-        modules = tuple(by_name[name] for name in words)
-        found |= {id(module): ("+".join(words), modules) for module in modules}
+        unit = _unit_of("+".join(words), *(by_name[name] for name in words))
+        found |= {id(module): unit for module in unit.modules}
     classes = tuple(word for word in unit_modules if isinstance(word, type))
     spelled = {word for word in unit_modules if isinstance(word, str)}
     for name, module in by_name.items():
         names = {cls.__name__ for cls in type(module).__mro__}
         if id(module) not in found and (isinstance(module, classes) or names & spelled):
-            found[id(module)] = (name or type(module).__name__, (module,))
+            found[id(module)] = _unit_of(name or type(module).__name__, module)
     for name, module in by_name.items():
         has_forward = getattr(module.forward, "__func__", None) is not nn.Module.forward
-        if id(module) in found and isinstance(module, CONTAINERS) and not has_forward:
-            own = next(_own_parameters(name, module, found.keys()), None)
-            if own is not None:
-                raise ModelError(
-                    f"--fsdp-unit-modules (fsdp_unit_modules): {name!r} is a {type(module).__name__}, which has no "
-                    f"forward, so that nothing tells when its parameters ({own!r}) are in use: name the class of the "
-                    "modules inside it, or of the module around it, whose forward runs"
-                )
+        if id(module) not in found or not isinstance(module, CONTAINERS) or has_forward:
+            continue
+        if (owner := next(owning_modules(module, found.keys()), None)) is not None:
+            path = next(path for path, one in by_name.items() if one is owner)
+            own, _ = next(owner.named_parameters(path, recurse=False))
+            raise ModelError(
+                f"--fsdp-unit-modules (fsdp_unit_modules): {name!r} is a {type(module).__name__}, which has no "
+                f"forward, so that nothing tells when its parameters ({own!r}) are in use: name the class of the "
+                "modules inside it, or of the module around it, whose forward runs"
+            )
     return found
 
 
-def _own_parameters(name: str, module: nn.Module, units: Collection[int]) -> Iterator[str]:
-    """The parameters at or below a module that are in no unit inside it. units: ids of modules."""
-    for own, _ in module.named_parameters(name, recurse=False):
-        yield own
-    for word, child in module.named_children():
-        if id(child) not in units:
-            yield from _own_parameters(f"{name}.{word}", child, units)
-
-
-def _unit_of(name: str, modules: tuple[nn.Module, ...]) -> ModelUnit:
+def _unit_of(name: str, *modules: nn.Module) -> ModelUnit:
     lookup = all(isinstance(module, LOOKUP_TABLES) for module in modules)
     return ModelUnit(name, modules, backward_reads=not lookup)
 
 
-def _with_rest(
-    chunk: nn.Module, matched: dict[int, tuple[str, tuple[nn.Module, ...]]]
-) -> Iterator[ModelUnit]:
+def _with_rest(chunk: nn.Module, matched: Mapping[int, ModelUnit]) -> list[ModelUnit]:
     """The matched units and those of what is left, in the order of registration."""
-    found: list[tuple[str, tuple[nn.Module, ...]]] = []
+    found: list[ModelUnit] = []
     in_run = direct = (
         False  # the last of `found` is a run of neighbours; a container has parameters of its own
     )
     inside: set[int] = set()  # below a matched module
     for name, module in chunk.named_modules():
-        if id(module) in matched:
+        if (unit := matched.get(id(module))) is not None:
             in_run = False
-            inside |= {id(child) for member in matched[id(module)][1] for child in member.modules()}
-            if matched[id(module)] not in found:
-                found.append(matched[id(module)])
-        elif id(module) in inside or not any(True for _ in module.parameters(recurse=False)):
+            inside |= {id(child) for member in unit.modules for child in member.modules()}
+            found += [unit] if unit not in found else []
+        elif id(module) in inside or next(module.parameters(recurse=False), None) is None:
             continue
         elif next(module.children(), None) is not None or module is chunk:
             direct = True  # only the whole model's forward is known to enclose their use
         elif in_run:
-            found[-1] = (f"{found[-1][0]}+{name}", (*found[-1][1], module))
+            found[-1] = _unit_of(f"{found[-1].name}+{name}", *found[-1].modules, module)
         else:
-            found.append((name, (module,)))
+            found.append(_unit_of(name, module))
             in_run = True
-    if direct and id(chunk) not in matched:
-        yield ModelUnit(type(chunk).__name__, (chunk,))
-    for name, modules in found:
-        yield _unit_of(name, modules)
+    return [whole_unit(chunk), *found] if direct and id(chunk) not in matched else found
 
 
 def _owners(
@@ -229,27 +215,20 @@ def _owners(
 ) -> dict[str, int]:
     """Parameter name -> place of its unit, the first chunk's where several hold it. Raises ModelError where a chunk has
     it in two units."""
-    unit_of = {id(module): place for place, unit in enumerate(declared) for module in unit.modules}
+    parts = {id(module): place for place, unit in enumerate(declared) for module in unit.modules}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     all_owners: dict[str, int] = {}
-
-    def visit(module: nn.Module, unit: int | None, owners: dict[str, int]) -> None:
-        unit = unit_of.get(id(module), unit)
-        for parameter in module.parameters(recurse=False):
-            if unit is None:
-                break
-            name = name_of[id(parameter)]
-            other = owners.setdefault(name, unit)
-            if other != unit:
-                raise ModelError(
-                    f"parameter {name!r} is shared by the units {declared[other].name!r} and {declared[unit].name!r}: "
-                    "declare them as one, with a tuple of the modules' names in fsdp_unit_modules"
-                )
-        for child in module.children():
-            visit(child, unit, owners)
-
     for chunk in chunks:
-        of_chunk: dict[str, int] = {}
-        visit(chunk, None, of_chunk)
-        all_owners = of_chunk | all_owners
+        owners: dict[str, int] = {}
+        for module, place in ((one, parts[id(one)]) for one in chunk.modules() if id(one) in parts):
+            for owner in owning_modules(module, parts.keys()):
+                for name in (name_of[id(parameter)] for parameter in owner.parameters(recurse=False)):
+                    other = owners.setdefault(name, place)
+                    if other != place:
+                        raise ModelError(
+                            f"parameter {name!r} is shared by the units {declared[other].name!r} and "
+                            f"{declared[place].name!r}: declare them as one, with a tuple of the modules' names in "
+                            "fsdp_unit_modules"
+                        )
+        all_owners = owners | all_owners
     return all_owners

@@ -7,7 +7,6 @@ the run.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +18,7 @@ class NotInitializedError(RuntimeError):
     """A `get_*` function was called before `pretrain` had set what it returns."""
 
 
-@dataclasses.dataclass
-class _Globals:
-    """The one place for what Megatron keeps global."""
-
-    args: SimpleNamespace | None = None
-    rank: int = 0
-    world_size: int = 1
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-_GLOBALS = _Globals()
+_GLOBALS: dict[str, Any] = {}  # the one place for what Megatron keeps global
 _NAMES = frozenset(
     "config device parallel_state timers tokenizer tensorboard_writer wandb_writer num_microbatches "
     "global_batch_size".split()
@@ -41,18 +30,17 @@ def set_global_variables(args: Mapping[str, Any], *, rank: int, world_size: int)
 
     args: `Config.flat()` with the user's extra flags; becomes the namespace of `get_args()`.
     """
-    assert _GLOBALS.args is None, (
-        "global variables are already set: call unset_global_variables() between two runs"
-    )
-    _GLOBALS.rank, _GLOBALS.world_size = rank, world_size
-    _GLOBALS.args = SimpleNamespace(**{**args, "rank": rank, "world_size": world_size})
+    told = "global variables are already set: call unset_global_variables() between two runs"
+    assert "args" not in _GLOBALS, told
+    place = {"rank": rank, "world_size": world_size}
+    _GLOBALS.update(place, args=SimpleNamespace(**{**args, **place}))
 
 
 def set_progress(**counters: int) -> None:
     """Publish how far the run is in `get_args()`, as Megatron does: iteration, curr_iteration,
     consumed_train_samples, consumed_valid_samples."""
-    assert _GLOBALS.args is not None, "progress before set_global_variables()"
-    vars(_GLOBALS.args).update(counters)
+    assert "args" in _GLOBALS, "progress before set_global_variables()"
+    vars(_GLOBALS["args"]).update(counters)
 
 
 def provide(**values: Any) -> None:
@@ -60,40 +48,31 @@ def provide(**values: Any) -> None:
     callables, num_microbatches and global_batch_size."""
     for name in values:
         assert name in _NAMES, f"unknown global {name!r}, known: {sorted(_NAMES)}"
-    _GLOBALS.values.update(values)
+    _GLOBALS.update(values)
 
 
 def unset_global_variables() -> None:
     """Forget everything: the end of `pretrain`."""
-    vars(_GLOBALS).update(vars(_Globals()))
+    _GLOBALS.clear()
 
 
-def _too_early(name: str, what: str) -> NotInitializedError:
-    return NotInitializedError(
-        f"get_{name}() was called before pretrain() had {what}: call it inside a provider or the forward step, not "
-        "while the script is imported"
-    )
-
-
-def get_args() -> SimpleNamespace:
-    """The resolved configuration under Megatron's names, and the user's extra flags."""
-    if _GLOBALS.args is None:
-        raise _too_early("args", "parsed the command line")
-    return _GLOBALS.args
-
-
-def _getter(name: str, what: str) -> Callable[[], Any]:
+def _getter(name: str, what: str, missing: str = "made it") -> Callable[[], Any]:
     """`get_<name>`. Raises NotInitializedError."""
 
     def get() -> Any:
-        if name not in _GLOBALS.values:
-            raise _too_early(name, "made it")
-        return _GLOBALS.values[name]
+        if name not in _GLOBALS:
+            raise NotInitializedError(
+                f"get_{name}() was called before pretrain() had {missing}: call it inside a provider or the forward "
+                "step, not while the script is imported"
+            )
+        return _GLOBALS[name]
 
     get.__name__, get.__doc__ = f"get_{name}", what
     return get
 
 
+_PARSED = "The resolved configuration under Megatron's names, and the user's extra flags, a SimpleNamespace."
+get_args = _getter("args", _PARSED, "parsed the command line")
 get_config = _getter("config", "The resolved configuration in its groups (`config.config.Config`).")
 get_device = _getter("device", "What this rank computes on (`megatron.core.device.Device`).")
 get_parallel_state = _getter("parallel_state", "This rank's place along every axis, and its groups.")
@@ -119,7 +98,7 @@ def get_current_global_batch_size() -> int:
 
 def print_rank_0(message: Any) -> None:
     """Print on rank 0 only; before `pretrain` has started, on every rank."""
-    if _GLOBALS.rank == 0:
+    if _GLOBALS.get("rank", 0) == 0:
         say(message)
 
 
@@ -131,4 +110,4 @@ def print_rank_last(message: Any) -> None:
 
 def is_last_rank() -> bool:
     """Whether this is the rank that prints losses."""
-    return _GLOBALS.rank == _GLOBALS.world_size - 1
+    return bool(_GLOBALS.get("rank", 0) == _GLOBALS.get("world_size", 1) - 1)

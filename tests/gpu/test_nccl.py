@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core.device import device_in_use
-from megatron.core.live_peak import LivePeak
 from tests.harness.launch import ROOT, ok, run
+from tests.harness.live_peak import LivePeak
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -21,7 +21,7 @@ from megatron.core.transport import collectives, parallel_state
 from megatron.core.device import current_device
 from megatron.core.transport.parallel_state import destroy_process_group, init_process_group, make_parallel_state
 from megatron.core.transport.rank_grid import RankGrid
-from megatron.core.transport.rank_groups import PURPOSES
+from megatron.core.transport.rank_grid import PURPOSES
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = current_device(rank)
@@ -50,11 +50,13 @@ side = torch.cuda.Stream()
 full = [values(rank, world * 4, t) for t in (torch.float32, torch.bfloat16, torch.float32)]
 shards = [torch.ones(4, device=cuda) for _ in full]
 gathers = collectives.all_gather_units(pairs, ps.dp_gather_group)
-sums = collectives.reduce_scatter_units(
-    list(zip(shards, full)), ps.dp_reduce_group, accumulate=[True, True, False])
+items = list(zip(shards, full))
+sums = [collectives.reduce_scatter_units(items[:2], ps.dp_reduce_group, accumulate=True),
+        collectives.reduce_scatter_units(items[2:], ps.dp_reduce_group, accumulate=False)]
 side.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(side):  # made on one stream, waited for on another
-    sums.wait()
+    for one in sums:
+        one.wait()
 torch.cuda.current_stream().wait_stream(side)
 gathers.wait()
 for output, _ in pairs:

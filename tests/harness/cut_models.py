@@ -14,6 +14,7 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.param_meta import ParamMeta, Region
 from megatron.core.sharding_table import STRATEGIES, Sharding, ShardPlace
 from megatron.core.transport.parallel_state import ParallelState
+from tests.harness.units_of_size import units_of_size
 
 # In the model's order; dims that ranks share are multiples of 4.
 MODEL: dict[str, tuple[int, ...]] = {
@@ -87,12 +88,12 @@ def cut_buffer(
         for name in stage_of
     }
     parameters = {name: nn.Parameter(torch.zeros(meta[name].local_shape, dtype=dtype)) for name in stage_of}
-    config = DistributedDataParallelConfig(ddp_bucket_size=50)
     device = ps.device.torch_device
     place = shard_place(ps)
-    layers = {name: name.split(".")[0] for name in stage_of} if units else None
-    if units:
-        config = DistributedDataParallelConfig()
+    layers = {name: name.split(".")[0] for name in stage_of}
+    if not units:
+        layers = units_of_size({name: parameter.numel() for name, parameter in parameters.items()}, 50)
+    config = DistributedDataParallelConfig()
     return FlatBuffer(
         parameters, meta, config, sharding=sharding, place=place, device=device, stages=stage_of, units=layers
     )

@@ -20,6 +20,7 @@ from megatron.core.transport.parallel_state import single_process
 from megatron.training.guard.nan_policy import NanPolicy
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.parts import RunParts
 from megatron.training.run.rng_state import rng_state
 from megatron.training.run.run_checkpoints import RunCheckpoints
 from megatron.training.state import TrainState
@@ -86,16 +87,18 @@ class Loader:
         session = SimpleNamespace(
             config=config,
             ps=self._ps,
-            print_rank_0=self.lines.append,
+            print_rank_0=lambda *lines: self.lines.extend(lines),
             folder=SimpleNamespace(check=lambda: None),
             watchdog=SimpleNamespace(phase=lambda name: contextlib.nullcontext()),
         )
+        unplanned = SimpleNamespace(residency=None)
+        pipeline = SimpleNamespace(spec=unplanned, keep_groupings=lambda groupings: None)
         state, policy = TrainState.start(config), NanPolicy("abort", 3, dynamic_loss_scale=False)
         pieces = [*engine.model_pieces(), *engine.optimizer.pieces()]
         for piece in pieces:
             piece.tensor.zero_()
         with _kept_generators():
-            RunCheckpoints(session, engine, state, policy).load()  # type: ignore[arg-type]
+            RunCheckpoints(RunParts(session, engine, pipeline, policy, state)).load()  # type: ignore[arg-type]
             generators = rng_state(self._ps.device)
         tensors = {
             f"{piece.name}{piece.offset}": hashlib.sha256(piece.tensor.numpy().tobytes()).hexdigest()

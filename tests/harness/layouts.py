@@ -6,10 +6,13 @@ optimizer. Only data and loss are the tests'.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +23,15 @@ from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.engine import Engine
 from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 from tests.harness.ranks import RankContext
 from tests.harness.reference_gpt import ReferenceConfig
 from tests.harness.tiny_models import VOCAB, tiny_batch
@@ -107,6 +112,16 @@ class Trained:
     moments: Pieces
 
 
+class NoWatchdog:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def session_of(config: Config, ps: ParallelState) -> Any:
+    """What pipelines and steps take of a session, with timers that are off and nobody who watches."""
+    return SimpleNamespace(config=config, ps=ps, timers=Timers(0), watchdog=NoWatchdog())
+
+
 class Run:
     """The trainer's engine on this rank, with `layout` over all ranks of `ctx`.
 
@@ -133,12 +148,10 @@ class Run:
         _off_symmetry(self.engine)
         self._per_token = self.config.model.calculate_per_token_loss
         self.runner = PipelineRunner(
-            self.spec,
-            self.ps,
+            session_of(self.config, self.ps),
             self.engine,
             forward_step,
-            Timers(0),
-            per_token_loss=self._per_token,
+            self.spec,
             work=self.spec.stages_units,
         )
         self.global_batch, self.masked = global_batch, masked
@@ -156,7 +169,7 @@ class Run:
         gradients complete and nothing updated."""
         batches = StepBatches(self.microbatches(step), reads=self.spec.reads_data(self.ps.pp_rank))
         batches.begin_step()
-        numbers = self.runner.train(batches, iteration=step, num_microbatches=self.num_microbatches)
+        numbers = self.runner.train(batches, StepTask(step, self.num_microbatches))
         totals = numbers.reduce(self.ps)
         divisor = totals.num_tokens if self._per_token else float(self.global_batch)
         stats = self.engine.optimizer.prepare(divisor, count_zero_grads=count_zeros)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.clip_grads import StepRules, clip_coefficient
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.mixed_precision import RollbackBy, build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 from megatron.core.pipeline_parallel.post_validation.state import Validation
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
 from megatron.core.pipeline_parallel.runtime.executor import Executor
@@ -125,7 +125,7 @@ class ToyTrainer:
         self._num_taken_back = 0
         plan, place = run.plan, run.plan.placement
         # Large enough to overflow nothing; doubles every other clean step, so it moves all the time.
-        self.scaler = DynamicGradScaler(scale=8.0, window=2, hysteresis=1)
+        self.scaler = GradScaler(dynamic=True, scale=8.0, window=2, hysteresis=1)
         self._scaler_before = self.scaler.state()
         mine = [place.stage_of(ps.pp_rank, chunk) for chunk in range(place.num_chunks)]
         self.chunks = {stage: _Chunk(stage, place.num_stages, self) for stage in mine}

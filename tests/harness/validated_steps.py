@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.training.config.config import Config
+from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NanPolicy
-from megatron.training.report.timers import RunClock, Timers
-from megatron.training.run.step import StepRunner
-from megatron.training.run.step_batches import StepBatches
+from megatron.training.run.data import StepBatches
+from megatron.training.run.parts import RunParts
+from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
-from megatron.training.state import StepTask
-from tests.harness.layouts import Layout, Pieces, Run
+from megatron.training.state import StepTask, TrainState
+from tests.harness.layouts import Layout, Pieces, Run, session_of
 from tests.harness.ranks import RankContext
 
 
-class NoWatchdog:
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+def parts_of(
+    config: Config, ps: ParallelState, engine: Engine, runner: PipelineRunner, policy: NanPolicy
+) -> RunParts:
+    """What steps take of a run."""
+    return RunParts(session_of(config, ps), engine, runner, policy, TrainState.start(config))
 
 
 def train_validated(
@@ -25,9 +29,9 @@ def train_validated(
 ) -> tuple[list[float], list[float], Pieces, int]:
     """Losses, norms, main weights, and how many steps were taken back. layout: with flags of validation and clip."""
     run = Run(ctx, layout, words, global_batch=global_batch)
-    common = run.config, run.ps, run.engine, run.runner, NanPolicy("skip", 100, dynamic_loss_scale=False)
-    plain = StepRunner(*common, Timers(0), NoWatchdog(), RunClock())
-    runner = ValidatedStepRunner(*common, plain, RunClock(), lambda _: None)
+    policy = NanPolicy("skip", 100, dynamic_loss_scale=False)
+    parts = parts_of(run.config, run.ps, run.engine, run.runner, policy)
+    runner = ValidatedStepRunner(parts, lambda _: None)
     batches = StepBatches(
         (one for step in range(1, steps + 1) for one in run.microbatches(step)),
         reads=run.spec.reads_data(run.ps.pp_rank),

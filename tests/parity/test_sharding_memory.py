@@ -14,7 +14,7 @@ import torch
 from benchmarks.fsdp_ours import OurLoop, config_of
 from benchmarks.fsdp_peers import Fsdp2Loop
 from benchmarks.fsdp_workload import Shape, Trainer, Work
-from megatron.core.live_peak import LivePeak
+from tests.harness.live_peak import LivePeak
 from tests.harness.ranks import RankContext, run_ranks
 
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=128, vocab=2048)

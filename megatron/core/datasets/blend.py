@@ -1,17 +1,27 @@
-"""What `--data-path` and its per-split variants name."""
+"""What `--data-path`, its per-split variants and `--split` say: corpora, their weights, whose sequences are whose."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron.core import safe_files
-from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.splits import SPLIT_NAMES
+from megatron.core.datasets.errors import DataError, data_errors
 
 MAX_FILE_BYTES = 1 << 26  # of files that name corpora
+SPLIT_NAMES = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"
+MOCK_SPLIT = "1,1,1"
+Bounds = tuple[float, float]
+"""A share of a corpus, from 0 to 1."""
+SplitMatrix = tuple[Bounds | None, Bounds | None, Bounds | None]
+"""The share of train, valid, test; None for a split of weight zero."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,26 +35,24 @@ class Blend:
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     """Words of `--data-path`: one prefix, several, or weight prefix pairs.
 
-    An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError
-    naming `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not
-    above zero.
+    An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError naming
+    `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not above zero.
     """
     if not words:
         raise DataError(f"{flag}: no corpus given")
     weights = [_number(word) for word in words[0::2]]
     if len(words) % 2 or weights.count(None) == len(weights):
         return Blend(tuple(words))
-    if None in weights:
-        word = words[2 * weights.index(None)]
-        raise DataError(
-            f"{flag}: {word!r} is no number, but other weights are; give weight prefix weight prefix ..."
-        )
-    numbers = tuple(weight for weight in weights if weight is not None)
-    for weight, prefix in zip(numbers, words[1::2], strict=True):
+    numbers = []
+    for weight, word, prefix in zip(weights, words[0::2], words[1::2], strict=True):
+        if weight is None:
+            told = "is no number, but other weights are; give weight prefix weight prefix ..."
+            raise DataError(f"{flag}: {word!r} {told}")
         if not (weight > 0 and math.isfinite(weight)):
             told = "must be above zero; leave the corpus out instead"
             raise DataError(f"{flag}: weight {weight} of {prefix} {told}")
-    return Blend(tuple(words[1::2]), numbers)
+        numbers.append(weight)
+    return Blend(tuple(words[1::2]), tuple(numbers))
 
 
 def read_blend_file(path: str) -> Blend:
@@ -83,9 +91,42 @@ def _number(word: str) -> float | None:
 
 
 def _read(path: str, flag: str) -> str:
-    try:
-        return safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True)
-    except OSError as error:
-        raise DataError(f"{flag} {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{flag} {error}") from error
+    with data_errors(path, f"{flag} "):
+        try:
+            return safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True)
+        except ValueError as error:
+            raise DataError(f"{flag} {error}") from error
+
+
+def parse_split(split: str) -> SplitMatrix:
+    """`--split` as shares: numbers found by pattern, padded to three with zeros, normalised by their sum.
+
+    Raises DataError for a text without three or fewer non-negative numbers, one of them positive.
+    """
+    words = re.findall(r"[0-9.]+", split)
+    if re.search(r"[A-Za-z]|-\s*[0-9.]", split):
+        raise DataError(f"--split {split!r}: only non-negative decimal numbers, e.g. --split {DEFAULT_SPLIT}")
+    weights = [weight for word in words if (weight := _number(word)) is not None]
+    if len(weights) < len(words):
+        raise DataError(f"--split {split!r}: {words} are not all numbers, e.g. --split {DEFAULT_SPLIT}")
+    if not 1 <= len(weights) <= 3:
+        raise DataError(f"--split {split!r}: one to three numbers are needed, found {len(weights)}")
+    weights += [0.0] * (3 - len(weights))
+    if not (total := weights[0] + weights[1] + weights[2]) > 0:
+        raise DataError(f"--split {split!r}: at least one weight must be above zero")
+    shares = [weight / total for weight in weights]
+    # float64 running sums, as they are: rounding them elsewhere would move the borders between splits.
+    bounds = itertools.pairwise(itertools.accumulate(shares, initial=0.0))
+    train, valid, test = (pair if share > 0 else None for share, pair in zip(shares, bounds, strict=True))
+    return train, valid, test
+
+
+def sequence_range(bounds: Bounds, num_sequences: int) -> range:
+    """The sequences of a share of a corpus: both ends rounded half to even."""
+    return range(round(bounds[0] * float(num_sequences)), round(bounds[1] * float(num_sequences)))
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights over their sum, in numpy's float64 arithmetic (its summation order decides the last bit)."""
+    array = np.array(weights, dtype=np.float64)
+    return (array / np.sum(array)).tolist()

@@ -7,18 +7,17 @@ build first, then the others, which find the cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron.core.datasets.blend import Blend
+from megatron.core.datasets import blend as blends
+from megatron.core.datasets.blend import SPLIT_NAMES, Blend
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, SampleFormat
+from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, MockCorpus, MockDataset, SampleFormat
 from megatron.core.datasets.gpt_dataset_config import indices_folder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mock_dataset import MOCK_SPLIT, MockCorpus, MockDataset
-from megatron.core.datasets.splits import DEFAULT_SPLIT, SPLIT_NAMES, normalize, parse_split, sequence_range
 
 Dataset = GPTDataset | BlendedDataset
 Sizes = tuple[int | None, int | None, int | None]
@@ -88,9 +87,9 @@ class _Builder:
 
     def __init__(self, spec: GPTDatasetSpec, allow_empty: bool, skip_empty: bool) -> None:
         self.spec, self.allow_empty, self.skip_empty = spec, allow_empty, skip_empty
-        self.corpora: dict[str, Corpus] = {}
-        self.split = MOCK_SPLIT if spec.mock else spec.split or DEFAULT_SPLIT
-        self.matrix = parse_split(self.split)
+        self.corpus = functools.cache(self._open)
+        self.split = blends.MOCK_SPLIT if spec.mock else spec.split or blends.DEFAULT_SPLIT
+        self.matrix = blends.parse_split(self.split)
         if spec.blend_per_split:
             self.split, self.matrix = "per split", (WHOLE, WHOLE, WHOLE)
 
@@ -118,39 +117,31 @@ class _Builder:
         if blend is None:
             return None
         if size == 0 or self.skip_empty:
-            if not any(len(self._sequences(self._corpus(prefix), which)) for prefix in blend.prefixes):
+            if not any(len(self._sequences(self.corpus(prefix), which)) for prefix in blend.prefixes):
                 return None
         if len(blend.prefixes) == 1 and (blend.weights is None or self.spec.blend_per_split is not None):
             return self._member(blend.prefixes[0], which, size)
-        if blend.weights is not None:
-            return self._weighted(blend, blend.weights, which, size)
-        # Members give one epoch each; their lengths are the weights.
-        members = [self._member(prefix, which, None) for prefix in blend.prefixes]
-        lengths = [len(member) for member in members]
-        if not (total := sum(lengths)):
-            return BlendedDataset(members, [], None)
-        turns = None if size is None else min(size, total)
-        return BlendedDataset(members, normalize([float(n) for n in lengths]), turns)
-
-    def _weighted(
-        self, blend: Blend, weights: Sequence[float], which: int, size: int | None
-    ) -> BlendedDataset:
-        """Members give their share of `size`, and a surplus, since turns are not spread exactly by share."""
+        if blend.weights is None:  # members give one epoch each; their lengths are the weights
+            members = [self._member(prefix, which, None) for prefix in blend.prefixes]
+            lengths = [len(member) for member in members]
+            if not (total := sum(lengths)):
+                return BlendedDataset(members, [], None)
+            turns = None if size is None else min(size, total)
+            return BlendedDataset(members, blends.normalize([float(n) for n in lengths]), turns)
         if size is None:
             raise DataError(
                 f"split {SPLIT_NAMES[which]!r}: a weighted blend has no epoch of its own: give the number of samples, "
                 "or leave the weights out, or keep the corpora apart (--multiple-validation-sets)"
             )
-        shares = normalize(weights)
-        turns = [math.ceil(size * share) for share in shares]
-        asked = [math.ceil(turn * (1 + self.spec.surplus)) for turn in turns]
-        members = [
-            self._member(prefix, which, number) for prefix, number in zip(blend.prefixes, asked, strict=True)
-        ]
-        return BlendedDataset(members, shares, sum(turns))
+        # Members give their share of `size`, and a surplus, since turns are not spread exactly by share.
+        shares = blends.normalize(blend.weights)
+        taken = [math.ceil(size * share) for share in shares]
+        asked = [math.ceil(turn * (1 + self.spec.surplus)) for turn in taken]
+        members = [self._member(prefix, which, n) for prefix, n in zip(blend.prefixes, asked, strict=True)]
+        return BlendedDataset(members, shares, sum(taken))
 
     def _member(self, prefix: str, which: int, size: int | None) -> GPTDataset:
-        corpus, name, spec = self._corpus(prefix), SPLIT_NAMES[which], self.spec
+        corpus, name, spec = self.corpus(prefix), SPLIT_NAMES[which], self.spec
         sequences = self._sequences(corpus, which)
         if not len(sequences):
             raise DataError(
@@ -162,31 +153,16 @@ class _Builder:
             "split_matrix": [None if bounds is None else list(bounds) for bounds in self.matrix],
             "tokenizer": spec.tokenizer_identity,
         }
-        folder = None if spec.mock else indices_folder(prefix)
-        folder = spec.cache_path if spec.cache_path is not None else folder
-        folder = folder if spec.cache else None
-        kind = MockDataset if spec.mock else GPTDataset
-        dataset = kind(
-            corpus,
-            sequences,
-            name,
-            size,
-            spec.sample_format,
-            seed=spec.seed,
-            identity=identity,
-            cache_folder=folder,
-        )
+        kind, folder = (MockDataset, None) if spec.mock else (GPTDataset, indices_folder(prefix))
+        folder = (folder if spec.cache_path is None else spec.cache_path) if spec.cache else None
+        filed: dict[str, Any] = {"seed": spec.seed, "identity": identity, "cache_folder": folder}
+        dataset = kind(corpus, sequences, name, size, spec.sample_format, **filed)
         if len(dataset) < 1 and not self.allow_empty:
             raise DataError(
                 f"{prefix}: one epoch of split {name!r} has {dataset.plan.tokens} tokens, too few for one sample of "
                 f"--seq-length {spec.sample_format.sequence_length}"
             )
         return dataset
-
-    def _corpus(self, prefix: str) -> Corpus:
-        if prefix not in self.corpora:
-            self.corpora[prefix] = self._open(prefix)
-        return self.corpora[prefix]
 
     def _open(self, prefix: str) -> Corpus:
         if self.spec.mock:
@@ -202,4 +178,4 @@ class _Builder:
     def _sequences(self, corpus: Corpus, which: int) -> range:
         bounds = self.matrix[which]
         assert bounds is not None, f"split {SPLIT_NAMES[which]} has weight 0"
-        return sequence_range(bounds, len(corpus))
+        return blends.sequence_range(bounds, len(corpus))

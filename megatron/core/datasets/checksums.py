@@ -6,22 +6,21 @@
      "sha256": "<of all the above>"}
 
 Blocks, so that threads and ranks can share the reading, and damage is found where it is. The writer of a corpus hashes
-what it writes; a corpus without the file loads like one with it. The text is exactly what `_text` makes, so that a
+what it writes; a corpus without the file loads like one with it. The text is exactly what `encoded` makes, so that a
 changed byte of it is seen too. All of this is against damage: who may write the corpus may write its checksums.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron.core import safe_files
-from megatron.core.datasets.errors import DataError, bad_field
+from megatron.core.datasets.errors import DataError, bad_field, data_errors
 
 VERSION = 1
 BLOCK_BYTES = 1 << 24
@@ -29,6 +28,7 @@ LARGEST_BLOCK_BYTES = 1 << 30
 MAX_FILE_BYTES = 1 << 29  # of the checksums: 100 TB of corpus
 FILES = ("bin", "idx")
 RANGES_TOLD = 8
+TOKENS_PER_BLOCK = 1 << 22
 
 
 class FileSums(NamedTuple):
@@ -39,17 +39,11 @@ class FileSums(NamedTuple):
 
 
 class Checksums(NamedTuple):
-    """Both files of a corpus, by ending."""
+    """Both files of a corpus."""
 
     block_bytes: int
-    files: dict[str, FileSums]
-
-    def text(self) -> str:
-        content: dict[str, Any] = {"version": VERSION, "block_bytes": self.block_bytes}
-        for ending in FILES:
-            content[ending] = {"bytes": self.files[ending].num_bytes, "sha256": self.files[ending].digests}
-        content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-        return json.dumps(content, indent=1) + "\n"
+    bin: FileSums
+    idx: FileSums
 
 
 class BlockHasher:
@@ -82,9 +76,13 @@ def checksums_path(prefix: str) -> str:
     return prefix + ".sha256.json"
 
 
-def encoded(bin_sums: FileSums, idx_sums: FileSums) -> bytes:
-    """The file of checksums of what `BlockHasher`s saw."""
-    return Checksums(BLOCK_BYTES, {"bin": bin_sums, "idx": idx_sums}).text().encode()
+def encoded(checksums: Checksums) -> str:
+    """The text of the file."""
+    content: dict[str, Any] = {"version": VERSION, "block_bytes": checksums.block_bytes}
+    for ending, (num_bytes, digests) in zip(FILES, checksums[1:], strict=True):
+        content[ending] = {"bytes": num_bytes, "sha256": digests}
+    content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps(content, indent=1) + "\n"
 
 
 def write_checksums(prefix: str, threads: int = 1) -> str:
@@ -92,33 +90,32 @@ def write_checksums(prefix: str, threads: int = 1) -> str:
     path = checksums_path(prefix)
     if os.path.lexists(path):
         raise DataError(f"{path} is there already: remove it if the corpus was changed on purpose")
-    with _data_errors(path):
+    with data_errors(path):
         sums = []
         for ending in FILES:
             with safe_files.open_regular(f"{prefix}.{ending}", follow=True) as fd:
                 size = os.fstat(fd).st_size
                 blocks = range(-(-size // BLOCK_BYTES))
                 sums.append(FileSums(size, tuple(_digests(fd, blocks, BLOCK_BYTES, size, threads))))
-        safe_files.publish_text(path, encoded(*sums).decode(), mode=safe_files.SHARED_MODE)
+        text = encoded(Checksums(BLOCK_BYTES, *sums))
+        safe_files.publish_text(path, text, mode=safe_files.SHARED_MODE)
     return path
 
 
 def read_checksums(prefix: str) -> Checksums | None:
     """The checksums of a corpus, None where it has none. Raises DataError for a file that is none or was changed."""
     path = checksums_path(prefix)
-    remedy = (
-        f"remove it, check the corpus, and write it anew: tools/inspect_data.py --write-checksums {prefix}"
-    )
-    try:
-        text = safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True)
-        found = _parsed(json.loads(text))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}: no checksums of this version: {error}; {remedy}") from None
-    if found.text() != text:
+    anew = f"tools/inspect_data.py --write-checksums {prefix}"
+    remedy = f"remove it, check the corpus, and write it anew: {anew}"
+    with data_errors(path):
+        try:
+            text = safe_files.read_text(path, max_bytes=MAX_FILE_BYTES, follow=True)
+            found = _parsed(json.loads(text))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise DataError(f"{path}: no checksums of this version: {error}; {remedy}") from None
+    if encoded(found) != text:
         raise DataError(f"{path} itself is damaged: its own SHA-256 does not fit; {remedy}")
     return found
 
@@ -127,46 +124,42 @@ def _parsed(content: Any) -> Checksums:
     """Raises ValueError, TypeError or KeyError for what is not of this version; `read_checksums` compares the text."""
     if content["version"] != VERSION:
         raise ValueError(f"version {content['version']!r:.40}, this program reads {VERSION}")
-    block_bytes = content["block_bytes"]
+    block_bytes, sums = content["block_bytes"], []
     if type(block_bytes) is not int or not 0 < block_bytes <= LARGEST_BLOCK_BYTES:
         raise ValueError(f"blocks of {block_bytes!r:.40} bytes")
-    files = {}
     for ending in FILES:
         num_bytes, digests = content[ending]["bytes"], content[ending]["sha256"]
         if type(num_bytes) is not int or len(digests) != -(-num_bytes // block_bytes):
             raise ValueError(f"{len(digests)} blocks for {num_bytes!r:.40} bytes")
-        files[ending] = FileSums(num_bytes, tuple(map(str, digests)))
-    return Checksums(block_bytes, files)
+        sums.append(FileSums(num_bytes, tuple(map(str, digests))))
+    return Checksums(block_bytes, *sums)
 
 
-def check_corpus(
-    prefix: str, checksums: Checksums, *, part: int = 0, parts: int = 1, threads: int = 1
-) -> None:
+def check_corpus(prefix: str, sums: Checksums, *, part: int = 0, parts: int = 1, threads: int = 1) -> None:
     """Compare both files with their checksums; of several readers each takes one block in `parts`.
 
     Raises DataError naming the file and the bytes that are not what was written.
     """
     assert 0 <= part < parts, f"part {part} of {parts}"
-    for ending in FILES:
-        path, (num_bytes, digests) = f"{prefix}.{ending}", checksums.files[ending]
-        with _data_errors(path), safe_files.open_regular(path, follow=True) as fd:
+    for ending, (num_bytes, digests) in zip(FILES, sums[1:], strict=True):
+        path = f"{prefix}.{ending}"
+        with data_errors(path), safe_files.open_regular(path, follow=True) as fd:
             size = os.fstat(fd).st_size
             if size != num_bytes:
                 raise bad_field(path, "size", None, f"{num_bytes} bytes, as in its checksums", size)
             blocks = range(part, len(digests), parts)
-            found = _digests(fd, blocks, checksums.block_bytes, size, threads)
+            found = _digests(fd, blocks, sums.block_bytes, size, threads)
         damaged = [block for block, digest in zip(blocks, found, strict=True) if digest != digests[block]]
         if damaged:
             raise DataError(
-                f"{path}: not what was written (SHA-256): {_ranges(damaged, checksums.block_bytes, size)}; "
+                f"{path}: not what was written (SHA-256): {_ranges(damaged, sums.block_bytes, size)}; "
                 f"restore it or make it anew, or, if it was changed on purpose, remove {checksums_path(prefix)}"
             )
 
 
 def require_checksums(prefix: str) -> Checksums:
     """Raises DataError that says how to write them where there are none."""
-    checksums = read_checksums(prefix)
-    if checksums is None:
+    if (checksums := read_checksums(prefix)) is None:
         raise DataError(
             f"--verify-data: {checksums_path(prefix)}: no such file: while the corpus is known to be good, write it "
             f"with tools/inspect_data.py --write-checksums {prefix}"
@@ -184,28 +177,18 @@ def _digests(fd: int, blocks: Sequence[int], block_bytes: int, size: int, thread
             begin += len(data)
         return sha256.hexdigest()
 
-    if threads == 1 or len(blocks) <= 1:
-        return [digest(block) for block in blocks]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(digest, blocks))
 
 
 def _ranges(blocks: Sequence[int], block_bytes: int, size: int) -> str:
     """`bytes A to B` of each stretch of neighbouring blocks."""
-    starts = [block for i, block in enumerate(blocks) if i == 0 or blocks[i - 1] != block - 1]
-    ends = [block + 1 for i, block in enumerate(blocks) if blocks[i + 1 : i + 2] != [block + 1]]
-    stretches = list(zip(starts, ends, strict=True))
+    known = set(blocks)
+    starts = [block for block in blocks if block - 1 not in known]
+    ends = [block + 1 for block in blocks if block + 1 not in known]
     told = [
-        f"bytes {a * block_bytes} to {min(size, b * block_bytes) - 1}" for a, b in stretches[:RANGES_TOLD]
+        f"bytes {a * block_bytes} to {min(size, b * block_bytes) - 1}"
+        for a, b in zip(starts[:RANGES_TOLD], ends, strict=False)
     ]
-    more = len(stretches) - len(told)
+    more = len(starts) - len(told)
     return ", ".join([*told, f"and {more} more ranges"] if more else told)
-
-
-@contextlib.contextmanager
-def _data_errors(path: str) -> Iterator[None]:
-    """What the system refuses inside, as a DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error

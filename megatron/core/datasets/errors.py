@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+from collections.abc import Iterator
 
 from megatron.core.available_memory import available_bytes
 
@@ -11,22 +12,27 @@ class DataError(ValueError):
     """A corpus, an index, a split or a blend that cannot be trained on; the message says which and why."""
 
 
-def bad_field(
-    path: str | os.PathLike[str], field: str, offset: int | None, expected: object, found: object
-) -> DataError:
+@contextlib.contextmanager
+def data_errors(path: str, flag: str = "", more: str = "") -> Iterator[None]:
+    """What the system refuses inside, as a DataError that names the file. flag, more: before and after it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{flag}{error.filename or path}: {error.strerror or error}{more}") from error
+
+
+def bad_field(path: str, field: str, offset: int | None, expected: object, found: object) -> DataError:
     """The error for one field of a file.
 
     offset: byte where the field starts; None for what has no place in the file (its size).
     """
     place = "" if offset is None else f" at byte {offset}"
-    return DataError(f"{os.fspath(path)}: {field}{place}: expected {expected}, found {found}")
+    return DataError(f"{path}: {field}{place}: expected {expected}, found {found}")
 
 
 def require_memory(num_bytes: int, of_what: str) -> None:
     """Raises DataError for more than the machine has: asking the system for it may end the process without a word."""
     available = available_bytes()
     if available is not None and num_bytes > available:
-        needed, left = (f"{number / 2**30:.1f}" for number in (num_bytes, available))
-        raise DataError(
-            f"{of_what} takes {needed} GiB of memory in every process; this machine has {left} left"
-        )
+        told = f"takes {num_bytes / 2**30:.1f} GiB of memory in every process; this machine has"
+        raise DataError(f"{of_what} {told} {available / 2**30:.1f} left")

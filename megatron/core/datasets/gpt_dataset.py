@@ -1,34 +1,59 @@
-"""Samples of one corpus and split: what a GPT is trained on."""
+"""Samples of one corpus and split, or of counting sequences instead (`--mock-data`): what a GPT is trained on."""
 
 from __future__ import annotations
 
 import dataclasses
+<<<<<<< HEAD
 import importlib
 from typing import Any, Protocol
+=======
+from typing import Any
+>>>>>>> lead
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets import index_builders as index
 from megatron.core.datasets.errors import DataError, require_memory
+from megatron.core.datasets.gpt_dataset_config import MOCK_LONGEST_DOCUMENT
 from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 Sample = dict[str, NDArray[Any]]
-Bound = tuple[int, int]  # position in the document order, offset in that document
 NO_PAD = -1
+MOCK_DOCUMENTS = 100_000
 BYTES_PER_TOKEN = 8 + 8 + 8 + 4  # tokens, labels, positions, loss mask
 
 
-class Corpus(Protocol):
-    """Where tokens come from: an `IndexedDataset` or a `MockCorpus`."""
+class MockCorpus:
+    """100000 documents 1, 2, ..., modulo the vocabulary, each ended by the end-of-document token.
 
-    prefix: str
+    Lengths are drawn once and for all, so the samples are the same in every run.
+    """
 
-    def __len__(self) -> int: ...
-    @property
-    def lengths(self) -> NDArray[np.int32]: ...
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]: ...
-    def fingerprint(self) -> dict[str, int | str]: ...
+    prefix = "mock"
+
+    def __init__(self, eod: int, vocab_size: int) -> None:
+        self.eod, self.vocab_size = eod, vocab_size
+        rng = np.random.default_rng(0)
+        self.lengths = rng.integers(1, MOCK_LONGEST_DOCUMENT, size=MOCK_DOCUMENTS, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return MOCK_DOCUMENTS
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        """Tokens [offset, offset + length) of a document."""
+        total = int(self.lengths[sequence])
+        tokens = np.arange(1, total + 1, dtype=np.int64) % self.vocab_size
+        tokens[-1] = self.eod
+        return tokens[offset : total if length is None else offset + length]
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """Identity of the content, as of a corpus on disk."""
+        return {"mock": 1, "eod": self.eod, "vocab_size": self.vocab_size}
+
+
+Corpus = IndexedDataset | MockCorpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +166,8 @@ class GPTDataset:
     def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
         if folder is None:
             return self._build()
-        kind = type(self).__name__
         key = {
-            "class": kind,
+            "class": type(self).__name__,
             "path_prefix": self.corpus.prefix,
             "num_samples": self._requested,
             "index_split": self.split,
@@ -154,8 +178,7 @@ class GPTDataset:
             "sequences": [self.sequences.start, self.sequences.stop],
             **identity,
         }
-        fingerprint = self.corpus.fingerprint()
-        cache = IndexCache(folder, kind, self.split, key, fingerprint, self._layouts(), self._fault)
+        cache = IndexCache(folder, key, self.corpus.fingerprint(), self._layouts(), self._fault)
         return cache.load_or_build(self._build)
 
     # Which indices there are and what they say: others of mock data -------------------------------------------
@@ -179,11 +202,10 @@ class GPTDataset:
             "shuffle_index": index.build_shuffle_index(self.plan, rng),
         }
 
-    def _bounds(self, i: int) -> tuple[Bound, Bound]:
-        """Where sample i starts, and where it ends."""
+    def _bounds(self, i: int) -> list[list[int]]:
+        """Where sample i starts, and where it ends: position in the document order, offset in that document."""
         k = int(self._arrays["shuffle_index"][i])
-        (first, offset), (last, last_offset) = self._arrays["sample_index"][k : k + 2].tolist()
-        return (first, offset), (last, last_offset)
+        return self._arrays["sample_index"][k : k + 2].tolist()
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -208,9 +230,8 @@ class GPTDataset:
         pieces = []
         for position in range(first, last + 1):
             sequence = int(self._arrays["document_index"][position])
-            end = (
-                int(self.corpus.lengths[sequence]) if position < last else last_offset + self.plan.extra_token
-            )
+            is_last = position == last
+            end = last_offset + self.plan.extra_token if is_last else int(self.corpus.lengths[sequence])
             if end > offset:
                 pieces.append((sequence, offset, end - offset))
             offset = 0
@@ -233,6 +254,49 @@ class GPTDataset:
             text[done : done + count] = tokens
             done += count
         return text
+
+
+class MockDataset(GPTDataset):
+    """Samples of mock data, in the order that they would have as a corpus.
+
+    A split has millions, of which a run reads some: where one starts is computed when it is read, and as much of their
+    order is kept, on disk too, as was asked for. A read beyond that makes the whole order.
+    """
+
+    def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
+        documents = index.build_document_index(self.sequences, self.plan, np.random.RandomState(self._seed))
+        self._ends = np.cumsum(self.corpus.lengths[documents], dtype=np.int64)
+        return {**super()._indices(identity, folder), "document_index": documents}
+
+    def _layouts(self) -> dict[str, index.Layout]:
+        whole = self.plan.num_samples
+        kept = whole if self._requested is None else min(self._requested, whole)
+        return {"shuffle_index": (index.shuffle_index_dtype(self.plan), (kept,))}
+
+    def _index_bytes(self) -> int:
+        ends = 8 * self.plan.num_epochs * len(self.sequences)
+        return ends + index.layout_bytes(super()._layouts())
+
+    def _fault(self, arrays: Arrays) -> str | None:
+        return index.shuffle_fault(arrays["shuffle_index"], self.plan.num_samples)
+
+    def _build(self) -> Arrays:
+        dtype, (kept,) = self._layouts()["shuffle_index"]
+        return {"shuffle_index": self._order()[:kept].copy() if kept else np.empty(0, dtype)}
+
+    def _order(self) -> NDArray[Any]:
+        rng = np.random.RandomState(self._seed)
+        index.build_document_index(self.sequences, self.plan, rng)  # draws first
+        return index.build_shuffle_index(self.plan, rng)
+
+    def _bounds(self, i: int) -> list[list[int]]:
+        if i >= len(self._arrays["shuffle_index"]):
+            self._arrays["shuffle_index"] = self._order()
+        k = int(self._arrays["shuffle_index"][i])
+        starts = self.plan.starts(k, k + 2)
+        positions = np.searchsorted(self._ends, starts, side="right" if self.plan.extra_token else "left")
+        befores = np.where(positions > 0, self._ends[positions - 1], 0)
+        return np.stack([positions, starts - befores], axis=1).tolist()
 
 
 def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_format: SampleFormat) -> Sample:

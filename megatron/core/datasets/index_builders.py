@@ -57,29 +57,23 @@ class EpochPlan:
 
 
 def plan_epochs(
-    tokens_per_epoch: int,
-    sequence_length: int,
-    requested_samples: int | None,
-    *,
-    extra_token: bool = True,
-    drop_last_partial: bool = True,
+    t: int, length: int, n: int | None, *, extra_token: bool = True, drop_last_partial: bool = True
 ) -> EpochPlan:
-    """E, N and the last-epoch rule.
+    """E, N and the last-epoch rule, of T, L and n.
 
-    requested_samples: n; None for one epoch.  drop_last_partial: False keeps a last, shorter sample, which is
-    padded.
+    n: None for one epoch.  drop_last_partial: False keeps a last, shorter sample, which is padded.
     """
-    t, length, x = tokens_per_epoch, sequence_length, int(extra_token)
+    x = int(extra_token)
     assert t > 0, "an empty split has no epochs; the caller refuses it"
-    epochs = 1 if requested_samples is None else max(1, -(-(requested_samples * length + x) // t))
+    epochs = 1 if n is None else max(1, -(-(n * length + x) // t))
     num_samples = (epochs * t - x) // length
     if not drop_last_partial:
         # float32, as Megatron computes it: above 2^24 samples it can be one off, and the order must be the same.
         num_samples = math.ceil(float(np.float32(epochs * t - x) / np.float32(length)))
     before, apart = num_samples, False
-    if requested_samples is not None and epochs > 1:
+    if n is not None and epochs > 1:
         before = ((epochs - 1) * t - x) // length
-        apart = requested_samples - before < int(LAST_EPOCH_SHARE * ((t - x) // length))
+        apart = n - before < int(LAST_EPOCH_SHARE * ((t - x) // length))
     return EpochPlan(epochs, num_samples, epochs * t, length, x, apart, before)
 
 
@@ -107,10 +101,15 @@ def build_document_index(sequences: range, plan: EpochPlan, rng: np.random.Rando
     """Order of the documents over all epochs, int32 [E * len(sequences)]."""
     ids = np.arange(sequences.start, sequences.stop, dtype=np.int32)
     order = np.tile(ids, plan.num_epochs)
-    first = len(order) - len(ids) if plan.last_epoch_apart else len(order)
-    rng.shuffle(order[:first])
+    return _shuffled(order, len(order) - len(ids), plan, rng)
+
+
+def _shuffled(order: NDArray[Any], last: int, plan: EpochPlan, rng: np.random.RandomState) -> NDArray[Any]:
+    """Shuffled in place, what the last epoch begins at `last` on its own where it is apart."""
+    last = last if plan.last_epoch_apart else len(order)
+    rng.shuffle(order[:last])
     if plan.last_epoch_apart:
-        rng.shuffle(order[first:])
+        rng.shuffle(order[last:])
     return order
 
 
@@ -150,12 +149,8 @@ def shuffle_index_dtype(plan: EpochPlan) -> np.dtype[Any]:
 
 def build_shuffle_index(plan: EpochPlan, rng: np.random.RandomState) -> NDArray[Any]:
     """Order of the samples, [N]."""
-    first = plan.samples_before_last if plan.last_epoch_apart else plan.num_samples
     order = np.arange(plan.num_samples, dtype=shuffle_index_dtype(plan))
-    rng.shuffle(order[:first])
-    if plan.last_epoch_apart:
-        rng.shuffle(order[first:])
-    return order
+    return _shuffled(order, plan.samples_before_last, plan, rng)
 
 
 def index_fault(
@@ -167,11 +162,10 @@ def index_fault(
         return f"document_index has sequences outside {sequences.start} to {sequences.stop}"
     if (np.bincount(documents - sequences.start, minlength=len(sequences)) != plan.num_epochs).any():
         return f"document_index does not have each sequence {plan.num_epochs} times"
-    if (fault := shuffle_fault(arrays["shuffle_index"], plan.num_samples)) is not None:
-        return fault
-    if not _cuts(arrays["sample_index"], lengths[documents], plan):
+    fault = shuffle_fault(arrays["shuffle_index"], plan.num_samples)
+    if fault is None and not _cuts(arrays["sample_index"], lengths[documents], plan):
         return f"sample_index does not cut the documents into samples of length {plan.sequence_length}"
-    return None
+    return fault
 
 
 def shuffle_fault(order: NDArray[Any], num_samples: int) -> str | None:
@@ -181,9 +175,7 @@ def shuffle_fault(order: NDArray[Any], num_samples: int) -> str | None:
     seen = np.zeros(num_samples, dtype=bool)
     for first in range(0, len(order), _ROWS_AT_A_TIME):
         seen[order[first : first + _ROWS_AT_A_TIME]] = True
-    if np.count_nonzero(seen) != len(order):
-        return "shuffle_index does not have each sample once"
-    return None
+    return None if np.count_nonzero(seen) == len(order) else "shuffle_index does not have each sample once"
 
 
 def _cuts(rows: NDArray[Any], lengths: NDArray[Any], plan: EpochPlan) -> bool:

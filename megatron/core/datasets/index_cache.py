@@ -1,9 +1,8 @@
 """Built indices on disk, so that the next run starts at once and ranks do not build the same thing N times.
 
 Files of one index, in one folder: `<md5>-GPTDataset-<split>-document_index.npy`, `...-sample_index.npy`,
-`...-shuffle_index.npy` and `...-description.txt`, a JSON text: `key` (all that the order depends on; the md5
-is over it), `corpus` (fingerprint of the corpus) and `files` (SHA-256 of each array). The description is
-written last.
+`...-shuffle_index.npy` and `...-description.txt`, a JSON text: `key` (all that the order depends on; the md5 is over
+it), `corpus` (fingerprint of the corpus) and `files` (SHA-256 of each array). The description is written last.
 
 An index is used only if its description equals what this run would write, every array has the digest that the
 description gives and the layout that was asked for, and what the arrays say is possible (`index_builders.index_fault`);
@@ -14,6 +13,7 @@ can then not end the run (indexed_dataset.py, [Note: no mmap]). Files are opened
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -43,13 +43,11 @@ Arrays = dict[str, NDArray[Any]]
 class IndexCache:
     """One index in a folder.
 
-    kind, split: parts of the file names.  key: what the index depends on.  corpus: fingerprint of its corpus.
-    layouts: of its arrays.  fault: says what is wrong with arrays of these layouts.
+    key: what the index depends on, its class and split, which are in the files' names, among it.  corpus: fingerprint
+    of its corpus.  layouts: of its arrays.  fault: says what is wrong with arrays of these layouts.
     """
 
     folder: str
-    kind: str
-    split: str
     key: Mapping[str, object]
     corpus: Mapping[str, object]
     layouts: Mapping[str, Layout]
@@ -59,7 +57,7 @@ class IndexCache:
     def stem(self) -> str:
         text = json.dumps(self.key, indent=4)
         digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-        return os.path.join(self.folder, f"{digest}-{self.kind}-{self.split}")
+        return os.path.join(self.folder, f"{digest}-{self.key['class']}-{self.key['index_split']}")
 
     @property
     def description_path(self) -> str:
@@ -67,18 +65,22 @@ class IndexCache:
 
     def load_or_build(self, build: Callable[[], Arrays]) -> Arrays:
         """The arrays, from disk if they are there and right, else built and, where the folder allows, written."""
-        arrays, reason = self._load()
-        if arrays is not None:
-            return arrays
+        with contextlib.suppress(OSError, ValueError):
+            return self._load()
+        arrays = None
         try:
             os.makedirs(self.folder, exist_ok=True)
             with safe_files.locked(f"{self.stem}.lock"):
-                arrays, reason = self._load()  # another process may have built it while we waited
-                if arrays is None:
-                    level = logging.INFO if reason == ABSENT else logging.WARNING
-                    logger.log(level, "building index %s: %s", self.stem, reason)
-                    arrays = build()
-                    self._store(arrays)
+                try:
+                    return self._load()  # another process may have built it while we waited
+                except FileNotFoundError as error:
+                    absent = error.filename == self.description_path
+                    level, reason = (logging.INFO, ABSENT) if absent else (logging.WARNING, str(error))
+                except (OSError, ValueError) as error:
+                    level, reason = logging.WARNING, str(error)
+                logger.log(level, "building index %s: %s", self.stem, reason)
+                arrays = build()
+                self._store(arrays)
         except OSError as error:
             logger.warning(
                 "index cache %s cannot be written (%s): the index is kept in memory and will be built again by every "
@@ -91,29 +93,18 @@ class IndexCache:
     def path(self, name: str) -> str:
         return f"{self.stem}-{name}.npy"
 
-    def _load(self) -> tuple[Arrays | None, str]:
-        """The arrays, or None and why they cannot be used."""
-        try:
-            description = safe_files.read_json(self.description_path, max_bytes=MAX_DESCRIPTION_BYTES)
-            files = description.get("files") if isinstance(description, dict) else None
-            if not isinstance(files, dict) or files.keys() != self.layouts.keys():
-                return None, f"{self.description_path} is not a description"
-            if description.get("key") != self.key or description.get("corpus") != self.corpus:
-                return None, "the corpus or the settings changed since it was built"
-        except FileNotFoundError:
-            return None, ABSENT
-        except (OSError, ValueError) as error:
-            return None, str(error)
-        try:
-            arrays = {
-                name: _read_array(self.path(name), files[name], layout)
-                for name, layout in self.layouts.items()
-            }
-        except (OSError, ValueError, EOFError) as error:
-            return None, str(error)
+    def _load(self) -> Arrays:
+        """Raises OSError or ValueError, which say why the arrays cannot be used."""
+        description = safe_files.read_json(self.description_path, max_bytes=MAX_DESCRIPTION_BYTES)
+        files = description.get("files") if isinstance(description, dict) else None
+        if not isinstance(files, dict) or files.keys() != self.layouts.keys():
+            raise ValueError(f"{self.description_path} is not a description")
+        if description.get("key") != self.key or description.get("corpus") != self.corpus:
+            raise ValueError("the corpus or the settings changed since it was built")
+        arrays = {name: _read_array(self.path(name), files[name], one) for name, one in self.layouts.items()}
         if (fault := self.fault(arrays)) is not None:
-            return None, f"{self.description_path} describes arrays that cannot be used: {fault}"
-        return arrays, ""
+            raise ValueError(f"{self.description_path} describes arrays that cannot be used: {fault}")
+        return arrays
 
     def _store(self, arrays: Arrays) -> None:
         files = {}

@@ -32,30 +32,18 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries: 34 bytes
 VERSION_OFFSET, DTYPE_OFFSET, SEQUENCES_OFFSET, BOUNDARIES_OFFSET = 9, 17, 18, 26
 DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
+    code: np.dtype(name)
+    for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
 }
 LARGEST_UINT16_VOCABULARY = 65500
 READ_BLOCK_BYTES = 1 << 26
 DIGEST_BLOCK_BYTES = 1 << 16
+Ints = NDArray[Any]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """What preprocessing stores tokens in: uint16 for vocabularies below 65500, else int32."""
     return DTYPES[8] if vocab_size < LARGEST_UINT16_VOCABULARY else DTYPES[4]
-
-
-def dtype_code(dtype: np.dtype[Any]) -> int:
-    """The code of a token dtype in the header."""
-    codes = [code for code, known in DTYPES.items() if known == dtype]
-    assert codes, f"no dtype code for {dtype}; codes are {DTYPES}"
-    return codes[0]
 
 
 def index_path(prefix: str) -> str:
@@ -66,9 +54,8 @@ def data_path(prefix: str) -> str:
     return prefix + ".bin"
 
 
-def corpus_exists(prefix: str) -> bool:
-    """Whether both files of a corpus are there."""
-    return os.path.isfile(index_path(prefix)) and os.path.isfile(data_path(prefix))
+def _paths(prefix: str) -> tuple[str, str]:
+    return index_path(prefix), data_path(prefix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +82,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        for path in (index_path(prefix), data_path(prefix)):
+        for path in _paths(prefix):
             if not os.path.exists(path):
                 raise DataError(_missing(prefix, path))
         self.index = read_index(index_path(prefix))
@@ -106,9 +93,8 @@ class IndexedDataset:
         num_bytes, found = self.num_tokens * dtype.itemsize, os.fstat(self._fd).st_size
         if found != num_bytes:
             self.close()
-            raise bad_field(
-                path, "size", None, f"{num_bytes} bytes ({self.num_tokens} x {dtype.name})", found
-            )
+            expected = f"{num_bytes} bytes ({self.num_tokens} x {dtype.name})"
+            raise bad_field(path, "size", None, expected, found)
 
     def __len__(self) -> int:
         return len(self.index.lengths)
@@ -225,13 +211,7 @@ def _check_header(path: str, data: bytes, size: int) -> tuple[np.dtype[Any], int
     return DTYPES[code], num_sequences, num_boundaries
 
 
-def _check_body(
-    path: str,
-    lengths: NDArray[np.int32],
-    pointers: NDArray[np.int64],
-    places: NDArray[np.int64],
-    boundaries: NDArray[np.int64],
-) -> None:
+def _check_body(path: str, lengths: Ints, pointers: Ints, places: Ints, boundaries: Ints) -> None:
     """Lengths are not negative; pointers are `places`, those of back-to-back storage; document boundaries run from 0
     to the number of sequences and never fall."""
     count, last, first_boundary = len(lengths), len(boundaries) - 1, HEADER.size + 12 * len(lengths)
@@ -256,10 +236,9 @@ def _check_body(
 
 def _missing(prefix: str, path: str) -> str:
     if "://" in prefix:
-        return (
-            f"{prefix}: object stores are not read directly: copy the .bin and .idx files to a local folder"
-        )
-    if prefix.endswith((".bin", ".idx")) and corpus_exists(prefix[:-4]):
+        told = "object stores are not read directly: copy the .bin and .idx files to a local folder"
+        return f"{prefix}: {told}"
+    if prefix.endswith((".bin", ".idx")) and all(map(os.path.isfile, _paths(prefix[:-4]))):
         return f"{prefix}: give the path without its ending: {prefix[:-4]}"
     return f"{path}: no such file (a --data-path entry is the path without .bin and .idx)"
 
@@ -274,9 +253,8 @@ def _open(path: str) -> int:
 
 def _pread(fd: int, count: int, offset: int) -> bytes:
     """Up to `count` bytes; fewer only at the end of the file (one call returns at most 2 GiB)."""
-    parts = [os.pread(fd, min(count, READ_BLOCK_BYTES), offset)]
-    done = len(parts[0])
-    while done < count and parts[-1]:
-        parts.append(os.pread(fd, min(count - done, READ_BLOCK_BYTES), offset + done))
-        done += len(parts[-1])
-    return b"".join(parts) if len(parts) > 1 else parts[0]
+    parts = []
+    while count and (part := os.pread(fd, min(count, READ_BLOCK_BYTES), offset)):
+        parts.append(part)
+        count, offset = count - len(part), offset + len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -10,14 +10,13 @@ import contextlib
 import os
 from array import array
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.core.datasets import checksums
 from megatron.core.datasets import indexed_dataset as layout
-from megatron.core.datasets.checksums import BlockHasher, checksums_path, encoded
 from megatron.core.datasets.errors import DataError
 from megatron.core.safe_files import SHARED_MODE, published, sync_directory
 
@@ -29,21 +28,22 @@ COPIED_TOKENS = 1 << 22
 class IndexedDatasetWriter:
     """Writes one corpus, document by document or part by part.
 
-    prefix: path without `.bin`/`.idx`.  dtype: one of the layout's (see `token_dtype`).
-    As a context manager it finishes the corpus at the end of the block, or drops what it wrote on an
-    exception.
+    prefix: path without `.bin`/`.idx`.  dtype: one of the layout's (see `token_dtype`). As a context manager it
+    finishes the corpus at the end of the block, or drops what it wrote on an exception.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self._code = layout.dtype_code(self.dtype)
+        codes = [code for code, known in layout.DTYPES.items() if known == self.dtype]
+        assert codes, f"no dtype code for {dtype}; codes are {layout.DTYPES}"
+        self._code = codes[0]
         with contextlib.ExitStack() as files:  # ended in the other order: the data is published first
             self._sums, self._idx, self._bin = (
                 files.enter_context(published(path(prefix), mode=SHARED_MODE))
-                for path in (checksums_path, layout.index_path, layout.data_path)
+                for path in (checksums.checksums_path, layout.index_path, layout.data_path)
             )
             self._files = files.pop_all()
-        self._hasher = BlockHasher()
+        self._hasher = checksums.BlockHasher()
         self._buffer = bytearray()
         self._lengths, self._boundaries = array("i"), array("q", [0])  # int32, int64
 
@@ -59,10 +59,8 @@ class IndexedDatasetWriter:
             lengths = [len(ids)] if len(ids) else []
         assert sum(lengths) == len(ids), f"lengths add up to {sum(lengths)}, {len(ids)} tokens given"
         if lengths and max(lengths) > LONGEST_SEQUENCE_TOKENS:
-            raise DataError(
-                f"{self.prefix}: a sequence of {max(lengths)} tokens; the layout holds "
-                f"{LONGEST_SEQUENCE_TOKENS} at most"
-            )
+            told = f"a sequence of {max(lengths)} tokens; the layout holds {LONGEST_SEQUENCE_TOKENS} at most"
+            raise DataError(f"{self.prefix}: {told}")
         self._write(ids)
         self._lengths.extend(lengths)
         self._boundaries.append(len(self._lengths))
@@ -81,15 +79,16 @@ class IndexedDatasetWriter:
         """Write index and checksums, and publish all three files."""
         with self._files:
             self._flush_buffer()
-            idx_sums = BlockHasher()
+            idx_sums = checksums.BlockHasher()
             for part in self._index():
                 idx_sums.update(part)
                 self._idx.write(part)
-            self._sums.write(encoded(self._hasher.sums(), idx_sums.sums()))
+            sums = checksums.Checksums(checksums.BLOCK_BYTES, self._hasher.sums(), idx_sums.sums())
+            self._sums.write(checksums.encoded(sums).encode())
             for file in (self._bin, self._idx, self._sums):  # a full disk must leave what was there before
                 file.flush()
                 os.fsync(file.fileno())
-            for path in (layout.index_path(self.prefix), checksums_path(self.prefix)):
+            for path in (layout.index_path(self.prefix), checksums.checksums_path(self.prefix)):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         sync_directory(os.path.dirname(self.prefix) or ".")
@@ -97,13 +96,11 @@ class IndexedDatasetWriter:
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+    def __exit__(self, *exception: Any) -> None:
+        if exception[0] is None:
             self.finish()
         else:
-            self._files.__exit__(kind, error, trace)  # nothing appears under the final names
+            self._files.__exit__(*exception)  # nothing appears under the final names
 
     def _cast(self, ids: NDArray[Any]) -> NDArray[Any]:
         if ids.dtype == self.dtype or not len(ids):

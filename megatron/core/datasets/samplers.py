@@ -7,11 +7,9 @@ which a checkpoint stores. Loader processes may be ahead of the training; nothin
 from __future__ import annotations
 
 import dataclasses
-import functools
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +18,6 @@ from torch.utils.data import DataLoader
 from megatron.core.datasets.errors import DataError
 
 Batch = dict[str, Tensor]
-
-
-class SizedDataset(Protocol):
-    """What a loader reads: `GPTDataset`, `BlendedDataset`, or a user's own."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,46 +98,35 @@ class CyclicSampler(_Sampler):
             whole = self.num_samples // self.micro_batch_size * self.micro_batch_size
             # Ranks beyond the remainder would get a sample more: cut to what all of them have.
             order = torch.randperm(whole, generator=generator)[self.dp_rank :: self.dp_size][:per_rank]
-        indices: list[int] = order.tolist()
-        return indices
+        return order.tolist()
 
 
 def build_data_loader(
-    dataset: SizedDataset | Iterable[Any] | None,
+    dataset: Any,
     *,
-    consumed_samples: int,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
     dataloader_type: str = "single",
     data_sharding: bool = True,
     num_workers: int = 0,
     pin_memory: bool = False,
+    **place: int,
 ) -> Iterable[Any] | None:
     """An iterable of this rank's microbatches: dicts of [b, ...] tensors, from position `consumed_samples` on.
 
-    dataset: None gives None.  dataloader_type: "single", "cyclic", or "external", where `dataset` is the
-    user's own iterable of batches and is returned as it is.
+    dataset: a `GPTDataset`, a `BlendedDataset`, or a user's own with len() and [i]; None gives None.
+    dataloader_type: "single", "cyclic", or "external", where `dataset` is the user's own iterable of batches and is
+    returned as it is. place: consumed_samples, micro_batch_size, dp_rank, dp_size.
     num_workers: forked loader processes; 0 loads in this one.  pin_memory: batches in page-locked memory, for
     GPUs. `single` ends with the dataset's last full step; `cyclic` never ends.
     """
     if dataset is None or dataloader_type == "external":
-        return dataset  # type: ignore[return-value]
-    samplers: dict[str, Callable[..., Iterable[list[int]]]] = {
-        "single": SequentialSampler,
-        "cyclic": functools.partial(CyclicSampler, data_sharding=data_sharding),
-    }
-    assert dataloader_type in samplers, f"dataloader_type {dataloader_type!r}"
-    sampler = samplers[dataloader_type](
-        len(dataset),  # type: ignore[arg-type]
-        consumed_samples=consumed_samples,
-        micro_batch_size=micro_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
+        return dataset
+    assert dataloader_type in ("single", "cyclic"), f"dataloader_type {dataloader_type!r}"
+    sampler: _Sampler = SequentialSampler(len(dataset), **place)
+    if dataloader_type == "cyclic":
+        sampler = CyclicSampler(len(dataset), **place, data_sharding=data_sharding)
     return DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_sampler=sampler,
+        dataset,
+        batch_sampler=sampler,  # type: ignore[arg-type]
         num_workers=num_workers,
         pin_memory=pin_memory,
         multiprocessing_context="fork" if num_workers else None,
@@ -161,8 +141,4 @@ def _start_worker(worker: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _ignore_once)
-
-
-def _ignore_once(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))

@@ -5,6 +5,7 @@ torch's own checkpoint entry points gather plans as pickles; ours travel as JSON
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +15,6 @@ from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
 
 
-def rank_of(ps: ParallelState | None) -> int:
-    """This rank; without a parallel state, the only one."""
-    return 0 if ps is None else ps.rank
-
-
-def world_size_of(ps: ParallelState | None) -> int:
-    return 1 if ps is None else ps.world_size
-
-
 def gather_json(value: Any, ps: ParallelState | None) -> list[Any]:
     """Every rank's value, in rank order, on every rank. Communicates over the whole world."""
     if ps is None or ps.world_size == 1:
@@ -30,22 +22,21 @@ def gather_json(value: Any, ps: ParallelState | None) -> list[Any]:
     return list(host_data.all_gather_json(value, ps.control_group))
 
 
+@dataclasses.dataclass
 class Outcome:
     """What one rank's part of a step came to: its `value`, or why it failed."""
 
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.error: str | None = None
+    value: Any = None
+    error: str | None = None
 
     def gather(self, ps: ParallelState | None) -> list[Any]:
         """Every rank's value; if any rank failed, all raise CheckpointError with the first one's message."""
         answers = gather_json([self.error, self.value], ps)
-        failed = [(rank, error) for rank, (error, _) in enumerate(answers) if error is not None]
-        if failed:
-            rank, error = failed[0]
-            more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            who = f"rank {rank}: " if len(answers) > 1 else ""
-            raise CheckpointError(f"{who}{error}{more}")
+        told = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error is not None]
+        if told and len(answers) == 1:
+            raise CheckpointError(answers[0][0])
+        if told:
+            raise CheckpointError(told[0] + (f" (and {len(told) - 1} more ranks)" if len(told) > 1 else ""))
         return [value for _, value in answers]
 
 

@@ -23,7 +23,7 @@ import stat
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import named_errors, open_regular
@@ -50,12 +50,11 @@ class CheckpointKind(Enum):
     DAMAGED = "damaged"
 
 
-@dataclasses.dataclass(frozen=True)
-class IterationFolder:
+class IterationFolder(NamedTuple):
     """One directory of the folder."""
 
-    path: Path
     iteration: int
+    path: Path
     kind: CheckpointKind
 
 
@@ -91,9 +90,8 @@ def list_entries(root: Path) -> list[IterationFolder]:
     """Every directory of the folder that follows the naming, by iteration. A missing folder has none."""
     with named_errors(root):
         names = os.listdir(root) if _is_folder(root) else []
-    matches = [match for name in names if (match := _NAME.fullmatch(name))]
-    folders = [IterationFolder(root / match[0], int(match[1]), CheckpointKind(match[2])) for match in matches]
-    return sorted(folders, key=lambda folder: (folder.iteration, folder.path.name))
+    matches = filter(None, map(_NAME.fullmatch, names))
+    return sorted(IterationFolder(int(one[1]), root / one[0], CheckpointKind(one[2])) for one in matches)
 
 
 def _is_folder(path: Path) -> bool:
@@ -114,8 +112,8 @@ def _is_folder(path: Path) -> bool:
 
 def candidates(entries: Sequence[IterationFolder]) -> dict[int, Path]:
     """Directory to load for each iteration. A replaced one counts only while nothing has taken its place."""
-    out = {entry.iteration: entry.path for entry in entries if entry.kind is CheckpointKind.REPLACED}
-    return out | {entry.iteration: entry.path for entry in entries if entry.kind is CheckpointKind.COMMITTED}
+    replaced = {iteration: path for iteration, path, kind in entries if kind is CheckpointKind.REPLACED}
+    return replaced | {number: path for number, path, kind in entries if kind is CheckpointKind.COMMITTED}
 
 
 def read_tracker(root: Path) -> int | str | None:
@@ -143,12 +141,12 @@ def open_directory(directory: Path, iteration: int) -> Found:
     manifest, digest = read_manifest(directory)
     if manifest.iteration != iteration:
         Place(stated, "iteration", CheckpointError).fail(f"{iteration} as in the name", manifest.iteration)
-    for entry in manifest.files.values():
-        path = directory / entry.name
+    for name, entry in manifest.files.items():
+        path = directory / name
         with open_regular(path) as fd:
             size = os.fstat(fd).st_size
-        if size != entry.num_bytes:
-            raise CheckpointError(f"{path}: {size} bytes, expected {entry.num_bytes}")
+        if size != entry.bytes:
+            raise CheckpointError(f"{path}: {size} bytes, expected {entry.bytes}")
     listed = {MANIFEST_NAME, *manifest.files}
     for path in sorted(directory.iterdir()):
         if path.name not in listed and not path.name.startswith("."):  # file systems leave hidden files
@@ -169,11 +167,9 @@ def choose(root: Path, ckpt_step: int | None = None) -> LoadChoice:
         tracker = read_tracker(root)
         if ckpt_step is not None:
             if ckpt_step not in there:
-                known = ", ".join(map(str, sorted(there))) or "none"
-                raise CheckpointError(
-                    f"{root / directory_name(ckpt_step)}: missing: --ckpt-step {ckpt_step} is not in {root} "
-                    f"(iterations there: {known})"
-                )
+                known = f"(iterations there: {', '.join(map(str, sorted(there))) or 'none'})"
+                told = f"missing: --ckpt-step {ckpt_step} is not in {root} {known}"
+                raise CheckpointError(f"{root / directory_name(ckpt_step)}: {told}")
             found = open_directory(there[ckpt_step], ckpt_step)
             return LoadChoice(found, (f"loading iteration {ckpt_step} (--ckpt-step)",))
         if isinstance(tracker, int) and tracker in there:
@@ -206,13 +202,13 @@ def _ours(root: Path) -> dict[int, Path]:
     if any((path / MANIFEST_NAME).exists() for path in there.values()) or not root.exists():
         return there
     if (root / MANIFEST_NAME).exists():
-        number = f"the number being field 'iteration' of its {MANIFEST_NAME}"
-        told = f"one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, {number}, and "
-        told += "give --load DIR"
         if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
             how = f"--load {root.parent} --ckpt-step {int(match[1])} loads it"
-            told = f"one checkpoint and not the folder of them: {how}"
-        raise CheckpointError(f"{root}: {told}")
+            raise CheckpointError(f"{root}: one checkpoint and not the folder of them: {how}")
+        raise CheckpointError(
+            f"{root}: one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, the "
+            f"number being field 'iteration' of its {MANIFEST_NAME}, and give --load DIR"
+        )
     if (what := recognise(root)) is not None:
         told = f"{min(there.values()) / MANIFEST_NAME}: missing: not a" if there else f"{root}: no"
         raise CheckpointError(f"{told} checkpoint of ours but {what}; {CONVERSION}")
@@ -231,30 +227,27 @@ def _nothing_in(root: Path) -> str:
 
 
 def _open_tracked(there: dict[int, Path], tracker: int) -> Found:
-    try:
-        return open_directory(there[tracker], tracker)
-    except CheckpointError as error:
-        for iteration in sorted(there, reverse=True):
-            if iteration != tracker and not isinstance(_try_open(there[iteration], iteration), str):
-                raise CheckpointError(
-                    f"{error}. Iteration {iteration} is whole: --ckpt-step {iteration} goes on from there"
-                ) from None
-        raise
+    found = _try_open(there[tracker], tracker)
+    if isinstance(found, Found):
+        return found
+    for iteration in sorted(there.keys() - {tracker}, reverse=True):
+        if isinstance(_try_open(there[iteration], iteration), Found):
+            told = f"Iteration {iteration} is whole: --ckpt-step {iteration} goes on from there"
+            raise CheckpointError(f"{found}. {told}")
+    raise CheckpointError(found)
 
 
 def _newest_valid(root: Path, there: dict[int, Path], tracker: int | str | None) -> LoadChoice:
     """The tracker is of no use: take the newest valid directory not beyond it, else the newest valid one."""
-    hint, note = max(there, default=0), tracker or f"{root / TRACKER_NAME} is missing"
+    hint, notes = max(there, default=0), [str(tracker or f"{root / TRACKER_NAME} is missing")]
     if isinstance(tracker, int):
-        missing = root / directory_name(tracker)
-        hint, note = tracker, f"{root / TRACKER_NAME} names iteration {tracker}, but {missing} is missing"
-    notes = [str(note)]
+        told = f"names iteration {tracker}, but {root / directory_name(tracker)} is missing"
+        hint, notes = tracker, [f"{root / TRACKER_NAME} {told}"]
     for iteration in sorted(there, key=lambda it: (it <= hint, it), reverse=True):
         found = _try_open(there[iteration], iteration)
         if isinstance(found, Found):
-            return LoadChoice(
-                found, (*notes, f"loading iteration {iteration}, the newest valid one of {root}")
-            )
+            notes.append(f"loading iteration {iteration}, the newest valid one of {root}")
+            return LoadChoice(found, tuple(notes))
         notes.append(found)
     raise CheckpointError("; ".join([*notes, f"no valid checkpoint in {root}"]))
 

@@ -15,7 +15,6 @@ bytes is the same checkpoint, and may go. `--save-retain-interval` gives up chec
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -24,26 +23,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import catalog
-from megatron.core.dist_checkpointing.catalog import (
-    TRACKER_NAME,
-    CheckpointKind,
-    directory_name,
-    open_directory,
-)
+from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import DIRECTORY_MODE
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.safe_files import publish_text, remove_leftovers, sync_directory
 
 KEEP_NEWEST = 2  # committed checkpoints that retention never touches
-
-
-def new_temporary(root: Path, iteration: int) -> Path:
-    """An empty `iter_N.tmp-<tag>/` to write in."""
-    root.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    path = root / directory_name(iteration, CheckpointKind.TEMPORARY, secrets.token_hex(4))
-    path.mkdir(mode=DIRECTORY_MODE)
-    return path
 
 
 def clean(root: Path) -> list[str]:
@@ -55,18 +40,18 @@ def clean(root: Path) -> list[str]:
     entries = catalog.list_entries(root)
     committed = {entry.iteration for entry in entries if entry.kind is CheckpointKind.COMMITTED}
     notes = []
-    for entry in entries:
-        if entry.kind is CheckpointKind.REPLACED and entry.iteration not in committed:
-            back = root / directory_name(entry.iteration)
-            os.rename(entry.path, back)
+    for iteration, path, kind in entries:
+        if kind is CheckpointKind.REPLACED and iteration not in committed:
+            back = root / directory_name(iteration)
+            os.rename(path, back)
             sync_directory(root)
-            committed.add(entry.iteration)
+            committed.add(iteration)
             notes.append(f"put {back} back: the save replacing it was not finished")
-        elif entry.kind in (CheckpointKind.TEMPORARY, CheckpointKind.REPLACED, CheckpointKind.TRASH):
-            shutil.rmtree(entry.path)
-            notes.append(f"removed {entry.path}, left by a save that was not finished")
-    remove_leftovers(root / TRACKER_NAME)
-    for path in root.glob(f"{TRACKER_NAME}.tmp-*"):  # as they were named before
+        elif kind in (CheckpointKind.TEMPORARY, CheckpointKind.REPLACED, CheckpointKind.TRASH):
+            shutil.rmtree(path)
+            notes.append(f"removed {path}, left by a save that was not finished")
+    remove_leftovers(root / catalog.TRACKER_NAME)
+    for path in root.glob(f"{catalog.TRACKER_NAME}.tmp-*"):  # as they were named before
         os.unlink(path)
     return notes
 
@@ -86,7 +71,7 @@ def commit(temporary: Path, root: Path, iteration: int, *, may_replace: bool = T
             notes.append(f"{final} {why}: put aside as {aside}")
     os.rename(temporary, final)
     sync_directory(root)
-    publish_text(root / TRACKER_NAME, str(iteration))  # no newline: as Megatron
+    publish_text(root / catalog.TRACKER_NAME, str(iteration))  # no newline: as Megatron
     sync_directory(root)
     if kind is CheckpointKind.REPLACED:
         notes += _remove(aside)
@@ -98,22 +83,14 @@ def _fate(final: Path, temporary: Path, iteration: int, may_replace: bool) -> tu
     if final.is_symlink() or not (final / MANIFEST_NAME).exists():
         return CheckpointKind.KEPT, "was not written by this project"
     try:
-        there = open_directory(final, iteration)
+        there = catalog.open_directory(final, iteration)
     except CheckpointError as error:
         return CheckpointKind.DAMAGED, f"is damaged ({error})"
     same = hashlib.sha256((temporary / MANIFEST_NAME).read_bytes()).hexdigest() == there.manifest_sha256
     if may_replace or same:
         return CheckpointKind.REPLACED, ""
-    return (
-        CheckpointKind.KEPT,
-        "is a whole checkpoint that this run neither goes on from nor was told to replace",
-    )
-
-
-def abandon(temporary: Path) -> None:
-    """Remove a directory that will not be committed; what cannot be removed now, the next save removes."""
-    with contextlib.suppress(OSError):
-        shutil.rmtree(temporary)
+    told = "is a whole checkpoint that this run neither goes on from nor was told to replace"
+    return CheckpointKind.KEPT, told
 
 
 def to_remove(iterations: Sequence[int], newest: int, retain_interval: int) -> list[int]:
@@ -133,11 +110,11 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
     owned: the iterations that the run may remove; None: all.
     """
     ours = {
-        entry.iteration: entry.path
-        for entry in catalog.list_entries(root)
-        if entry.kind is CheckpointKind.COMMITTED
-        and (entry.path / MANIFEST_NAME).exists()
-        and (owned is None or entry.iteration in owned)
+        iteration: path
+        for iteration, path, kind in catalog.list_entries(root)
+        if kind is CheckpointKind.COMMITTED
+        and (path / MANIFEST_NAME).exists()
+        and (owned is None or iteration in owned)
     }
     given_up = to_remove(list(ours), newest, retain_interval)
     if not given_up:
@@ -145,7 +122,7 @@ def retain(root: Path, newest: int, retain_interval: int, owned: Collection[int]
     staying = sorted(iteration for iteration in ours if iteration <= newest)[-KEEP_NEWEST:]
     try:
         for iteration in staying:
-            open_directory(ours[iteration], iteration)
+            catalog.open_directory(ours[iteration], iteration)
     except CheckpointError as error:
         return [f"nothing removed (--save-retain-interval {retain_interval}): {error}"]
     notes = []

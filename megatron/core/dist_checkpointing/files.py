@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.core import safe_files
@@ -19,39 +19,26 @@ DIRECTORY_MODE = 0o750
 BLOCK_BYTES = 8 << 20  # one write or read: large enough to stream, small enough to hash while in the cache
 
 
-class HashingFile:
-    """A new file, written from front to back, its SHA-256 known when the last byte is."""
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file from front to back, durably; returns its size and SHA-256.
 
-    def __init__(self, path: Path) -> None:
-        self.num_bytes, self._sha256 = 0, hashlib.sha256()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags, FILE_MODE)
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`."""
-        view = memoryview(data).cast("B")
-        for begin in range(0, len(view), BLOCK_BYTES):
-            block = view[begin : begin + BLOCK_BYTES]
-            self._sha256.update(block)
-            while len(block):
-                written = os.write(self._fd, block)
-                self.num_bytes += written
-                block = block[written:]
-
-    def sync(self) -> str:
-        """Make the bytes durable; the digest in hexadecimal."""
-        os.fsync(self._fd)
-        return self._sha256.hexdigest()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def write_file(path: Path, data: bytes) -> str:
-    """A new durable file (its directory entry is not yet: `safe_files.sync_directory`); returns its SHA-256."""
-    with contextlib.closing(HashingFile(path)) as file:
-        file.write(data)
-        return file.sync()
+    Its directory entry is not durable yet: `safe_files.sync_directory`.
+    """
+    sha256, num_bytes = hashlib.sha256(), 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    try:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for begin in range(0, len(view), BLOCK_BYTES):
+                block = view[begin : begin + BLOCK_BYTES]
+                sha256.update(block)
+                while len(block):
+                    written = os.write(fd, block)
+                    num_bytes, block = num_bytes + written, block[written:]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return num_bytes, sha256.hexdigest()
 
 
 @contextlib.contextmanager

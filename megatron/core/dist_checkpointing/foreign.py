@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import stat
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.core.safe_files import kind_of
 
@@ -16,8 +16,7 @@ CONVERSION = "converting other formats is planned, see docs/roadmap.md, 'checkpo
 MAX_NAMES = 10_000  # looked at in one folder
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """patterns: of names in a checkpoint's directory, each of which has a match. under: of the directory's own name, or
     "" for the folder that was named itself, where it has to be one of a kind."""
 
@@ -119,5 +118,4 @@ def describe_file(path: Path, mode: int) -> str:
     """What stands where a folder was expected. mode: st_mode."""
     if not stat.S_ISREG(mode):
         return kind_of(mode)
-    known = _FILES.get(path.suffix)
-    return "a file" if known is None else f"{known}; {CONVERSION}"
+    return f"{_FILES[path.suffix]}; {CONVERSION}" if path.suffix in _FILES else "a file"

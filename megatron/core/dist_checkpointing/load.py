@@ -1,18 +1,17 @@
 """Read a checkpoint: choose it together, check all of it, and only then write into any tensor.
 
-Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared
-with what this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's
-findings before the first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks
-that make up its pieces.
+Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared with what
+this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's findings before the
+first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks that make up its pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import safetensors_format as safetensors
-from megatron.core.dist_checkpointing.agree import rank_of, step, world_size_of
+from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
@@ -20,7 +19,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, r
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
-from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState, single_process
 
 _SHOWN = 8  # names that a message lists before it says how many more
 
@@ -30,9 +29,9 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
 
     Communicates over the whole world. Raises CheckpointError on all ranks together (rules: `catalog.choose`).
     """
-    choice = LoadChoice(None, ())
+    choice, ps = LoadChoice(None, ()), ps or single_process()
     with step() as chosen:
-        if rank_of(ps) == 0:
+        if ps.rank == 0:
             choice = choose(Path(root), ckpt_step)
             found = choice.found
             place = None if found is None else [found.directory.name, found.iteration, found.manifest_sha256]
@@ -41,7 +40,7 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
     if place is None:
         return LoadChoice(None, tuple(notes))
     with step() as opened:
-        if rank_of(ps) != 0:
+        if ps.rank != 0:
             name, iteration, digest = place
             directory = Path(root) / name
             manifest, own_digest = read_manifest(directory)
@@ -76,13 +75,10 @@ def load_pieces(
         _compare(found, pieces, convert)
         compared.value = sorted({piece.name for piece in pieces})
     wanted = {name for names in compared.gather(ps) for name in names}
-    unused = sorted(
-        name for name in found.manifest.tensors.keys() - wanted if name.startswith(tuple(prefixes))
-    )
+    unused = [name for name in found.manifest.tensors.keys() - wanted if name.startswith(tuple(prefixes))]
     if unused:
-        raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: tensors that this run does not have: {_listed(unused)}"
-        )
+        path = found.directory / MANIFEST_NAME
+        raise CheckpointError(f"{path}: tensors that this run does not have: {_listed(unused)}")
     verify(found, ps)
     with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
         reader, planner = SafeStorageReader(found.directory, found.manifest), PieceLoadPlanner(pieces)
@@ -96,16 +92,17 @@ def load_pieces(
 _FLOATING = {"F64", "F32", "BF16", "F16"}
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:_SHOWN]) + (
+        f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    )
 
 
 def _compare(found: Found, pieces: Sequence[LocalPiece], convert: bool) -> None:
     """Names, shapes and dtypes of this rank's pieces against the manifest."""
     path = found.directory / MANIFEST_NAME
-    missing = sorted({piece.name for piece in pieces if piece.name not in found.manifest.tensors})
-    if missing:
+    if missing := {piece.name for piece in pieces} - found.manifest.tensors.keys():
         raise CheckpointError(f"{path}: tensors that this run needs are missing: {_listed(missing)}")
     for piece in pieces:
         saved, where = found.manifest.tensors[piece.name], f"{path}: tensor {piece.name}"
@@ -124,8 +121,9 @@ def verify(found: Found, ps: ParallelState | None = None) -> None:
 
     Communicates over the whole world; raises CheckpointError on all ranks together, naming the file.
     """
+    ps = ps or single_process()
     with step() as verified:
-        for name in sorted(found.manifest.files)[rank_of(ps) :: world_size_of(ps)]:
+        for name in sorted(found.manifest.files)[ps.rank :: ps.world_size]:
             verify_file(found.directory, found.manifest, name)
     verified.gather(ps)
 
@@ -134,7 +132,7 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
     """Check one file; CheckpointError says what was expected and what was found."""
     entry, path = manifest.files[name], directory / name
     with open_regular(path) as fd:
-        found = sha256_of(fd, path, entry.num_bytes)
+        found = sha256_of(fd, path, entry.bytes)
         if found != entry.sha256:
             raise CheckpointError(f"{path}: SHA-256 is {found}, expected {entry.sha256}")
         _check_header(fd, path, manifest, name)
@@ -142,31 +140,22 @@ def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
 
 def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
     """The file's own header must be, byte for byte, the one that follows from the manifest."""
-    placed = safetensors.sort_by_place(
-        [
-            (chunk.begin, safetensors.StoredTensor(chunk.key, tensor.dtype, chunk.shape))
-            for tensor in manifest.tensors.values()
-            for chunk in tensor.chunks
-            if chunk.file == name
-        ]
-    )
-    if len({stored.key for _, stored in placed}) != len(placed):
+    placed = [
+        (safetensors.StoredTensor(chunk.key, tensor.dtype, chunk.shape), chunk.begin)
+        for tensor in manifest.tensors.values()
+        for chunk in tensor.chunks
+        if chunk.file == name
+    ]
+    placed.sort(key=lambda pair: pair[0].rank)
+    if len({stored.key for stored, _ in placed}) != len(placed):
         raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
-    expected, begins = safetensors.build_header([stored for _, stored in placed])
+    expected, places = safetensors.build_header([stored for stored, _ in placed])
     prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
     try:
-        length = safetensors.header_length(prefix, manifest.files[name].num_bytes)
+        length = safetensors.header_length(prefix, manifest.files[name].bytes)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    if safetensors.LENGTH_BYTES + length != len(expected) or begins != [begin for begin, _ in placed]:
+    if safetensors.LENGTH_BYTES + length != len(expected) or places[:-1] != [begin for _, begin in placed]:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
     if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
         raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")
-
-
-def open_for_inference(root: str | Path, ckpt_step: int | None = None) -> Found:
-    """The checkpoint to generate from, in one process; CheckpointError when there is none."""
-    choice = choose(Path(root), ckpt_step)
-    if choice.found is None:
-        raise CheckpointError("; ".join(choice.notes))
-    return choice.found

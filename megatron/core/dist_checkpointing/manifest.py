@@ -69,15 +69,13 @@ SCHEMA: dict[str, schema.Schema] = {
     "common": mapping(schema.anything),
     "per_rank": array(schema.anything),
 }
-_AS_IT_IS = SCHEMA.keys() - {"format", "format_version", "files", "tensors", "per_rank"}  # in a Manifest too
 
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """A file of the checkpoint."""
+    """A file of the checkpoint: its size and SHA-256."""
 
-    name: str
-    num_bytes: int
+    bytes: int
     sha256: str
 
 
@@ -117,12 +115,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The text of manifest.json, digest included."""
-        fields = {name: getattr(self, name) for name in (*_AS_IT_IS, "per_rank")}
-        files = {one.name: {"bytes": one.num_bytes, "sha256": one.sha256} for one in self.files.values()}
-        tensors = {name: dataclasses.asdict(entry) for name, entry in self.tensors.items()}
-        return sign(
-            {**fields, "format": FORMAT, "format_version": FORMAT_VERSION, "files": files, "tensors": tensors}
-        )
+        return sign({"format": FORMAT, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)})
 
 
 def canonical(value: Any) -> bytes:
@@ -148,9 +141,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 
 def _size_limit(directory: Path) -> int:
     """A manifest that is large beside little data is a bomb, not a checkpoint."""
-    data = sum(
-        one.stat(follow_symlinks=False).st_size for one in directory.iterdir() if one.suffix == ".safetensors"
-    )
+    data = sum(one.lstat().st_size for one in directory.iterdir() if one.suffix == ".safetensors")
     return min(MAX_BYTES, FREE_BYTES + data // MAX_SHARE)
 
 
@@ -160,12 +151,13 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     if fields.get("format") == FORMAT and fields.get("format_version") != FORMAT_VERSION:
         place.at("format_version").fail(f"version {FORMAT_VERSION}", fields.get("format_version"))
     schema.check(SCHEMA, fields, place)
-    files = {name: FileEntry(name, one["bytes"], one["sha256"]) for name, one in fields["files"].items()}
+    files = {name: FileEntry(**one) for name, one in fields["files"].items()}
     tensors = {
         name: _tensor(value, files, place.at(f"tensors.{name}")) for name, value in fields["tensors"].items()
     }
-    as_it_is = {name: fields[name] for name in _AS_IT_IS}
-    manifest = Manifest(files=files, tensors=tensors, per_rank=tuple(fields["per_rank"]), **as_it_is)
+    stated = {name: value for name, value in fields.items() if not name.startswith("format")}
+    stated |= {"files": files, "tensors": tensors, "per_rank": tuple(fields["per_rank"])}
+    manifest = Manifest(**stated)
     _check_agreement(manifest, place)
     return manifest
 
@@ -233,7 +225,7 @@ def _tensor(value: Mapping[str, Any], files: Mapping[str, FileEntry], place: Pla
         at, end = place.at("chunks")[index], chunk.begin + chunk.numel * ITEM_BYTES[dtype]
         if chunk.file not in files:
             at.at("file").fail(f"one of the {len(files)} files listed", chunk.file)
-        if end > (num_bytes := files[chunk.file].num_bytes):
+        if end > (num_bytes := files[chunk.file].bytes):
             at.at("begin").fail(f"bytes inside {chunk.file} ({num_bytes} bytes)", [chunk.begin, end])
     if problem := fill_error(shape, chunks):
         place.at("chunks").fail(f"chunks that fill shape {shape} exactly once", found_words=problem)

@@ -1,18 +1,16 @@
-"""DCP's planners over our pieces: every piece is a chunk of a global tensor.
+"""DCP's planning over our pieces: every piece is a chunk of a global tensor.
 
-torch.distributed.checkpoint plans which rank writes which of several replicas (balanced by size) and which
-parts of which chunks make up a piece on load; these subclasses only say what the pieces are. Nothing but
-tensors enters DCP. Plans travel between ranks as JSON (`plan_to_json`), and every rank derives the same
-global plan from them.
+torch.distributed.checkpoint plans which rank writes which of several replicas (balanced by size) and which parts of
+which chunks make up a piece on load; here it is told what the pieces are. Ranks tell each other of theirs in JSON, and
+every rank derives the same plan from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +21,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.manifest import canonical
+from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.rectangles import Rectangle, fill_error
+from megatron.core.rectangles import Dims, Rectangle, fill_error
 from megatron.core.transport.parallel_state import ParallelState
 
 TORCH_DTYPES = {
@@ -42,147 +41,115 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES[dtype]
 
 
-def chunk_metadata(box: Rectangle) -> dcp.ChunkStorageMetadata:
-    return dcp.ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+class PieceFacts(NamedTuple):
+    """What ranks tell each other of a piece: its tensor, safetensors' name of the dtype, and where it lies in it."""
+
+    name: str
+    dtype: str
+    global_shape: Dims
+    offset: Dims
+    shape: Dims
+
+    @classmethod
+    def of(cls, piece: LocalPiece) -> PieceFacts:
+        shape = tuple(piece.tensor.shape)
+        return cls(piece.name, dtype_name(piece.tensor.dtype), piece.global_shape, piece.offset, shape)
+
+    @property
+    def stored(self) -> StoredTensor:
+        """What it is in a file: under its name and rectangle, `w[0:2,0:3]`."""
+        box = ",".join(f"{begin}:{begin + n}" for begin, n in zip(self.offset, self.shape, strict=True))
+        return StoredTensor(f"{self.name}[{box}]", self.dtype, self.shape)
+
+    def write_item(self) -> WriteItem:
+        """What DCP is told of it."""
+        chunk = chunk_metadata(self.offset, self.shape)
+        properties = dcp.TensorProperties(dtype=TORCH_DTYPES[self.dtype])
+        data = TensorWriteData(chunk, properties, torch.Size(self.global_shape))
+        return WriteItem(dcp.MetadataIndex(self.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def index_pieces(pieces: Sequence[LocalPiece]) -> dict[dcp.MetadataIndex, LocalPiece]:
-    """Pieces by name and offset. Empty pieces of tensors that have elements are left out."""
-    out: dict[dcp.MetadataIndex, LocalPiece] = {}
+def chunk_metadata(offset: Dims, shape: Dims) -> dcp.ChunkStorageMetadata:
+    return dcp.ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
+
+
+Place = tuple[str, Dims]  # name of a tensor, offset in it
+Plans = list[list[PieceFacts]]  # of each rank
+
+
+def place_pieces(pieces: Iterable[LocalPiece]) -> dict[Place, LocalPiece]:
+    """Pieces by their places. Empty pieces of tensors that have elements are left out."""
+    out: dict[Place, LocalPiece] = {}
     for piece in pieces:
         dims = (len(piece.global_shape), len(piece.offset), piece.tensor.dim())
         assert len(set(dims)) == 1, f"{piece.name}: dims of global shape, offset, tensor: {dims}"
-        assert dtype_name(piece.tensor.dtype)
         if piece.tensor.numel() or 0 in piece.global_shape:
-            index = dcp.MetadataIndex(piece.name, torch.Size(piece.offset))
-            assert index not in out, f"{piece.name}: two pieces at offset {piece.offset} on one rank"
-            out[index] = piece
+            place = piece.name, tuple(piece.offset)
+            assert place not in out, f"{piece.name}: two pieces at offset {piece.offset} on one rank"
+            out[place] = piece
     return out
 
 
-class PieceSavePlanner(DefaultSavePlanner):
-    """Plans the writing of pieces instead of a state dict."""
+def global_plan(held: Plans) -> tuple[Plans, dcp.Metadata]:
+    """What every rank writes of what each rank holds, every element once; and DCP's description of it all."""
+    _check_replicas(held)
+    local = [SavePlan([one.write_item() for one in own]) for own in held]
+    plans, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(local)
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, dcp.TensorStorageMetadata), f"{name}: only tensors enter DCP, found {entry}"
+        boxes = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        problem = fill_error(tuple(entry.size), boxes)
+        assert problem is None, f"{name}: {problem}"
+    facts = {(one.name, one.offset): one for own in held for one in own}
+    places = [[(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items] for plan in plans]
+    return [[facts[place] for place in own] for own in places], metadata
 
-    def __init__(self, pieces: Sequence[LocalPiece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = index_pieces([piece for piece in pieces if piece.written])
-        self.set_up_planner({})
 
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(
-            [
-                write_item(one.name, one.tensor.dtype, one.global_shape, one.box)
-                for one in self._pieces.values()
-            ]
-        )
-        return self.plan
+def _check_replicas(held: Plans) -> None:
+    """Ranks that name a tensor must mean the same one, and those at the same place the same piece of it."""
+    known: dict[str | Place, tuple[int, tuple[object, ...]]] = {}
+    for rank, one in ((rank, one) for rank, own in enumerate(held) for one in own):
+        whole, place = (one.dtype, one.global_shape), (one.name, one.offset)
+        for key, facts in ((one.name, whole), (place, one.shape)):
+            first, theirs = known.setdefault(key, (rank, facts))
+            assert theirs == facts, f"{place}: rank {first} holds {theirs}, rank {rank} holds {facts}"
 
-    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
-        _check_replicas(all_plans)
-        plans, metadata = super()._create_global_plan(all_plans)
-        for name, entry in metadata.state_dict_metadata.items():  # all pieces are every element, once
-            assert isinstance(entry, dcp.TensorStorageMetadata), (
-                f"{name}: only tensors enter DCP, found {entry}"
-            )
-            boxes = [Rectangle(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-            problem = fill_error(tuple(entry.size), boxes)
-            assert problem is None, f"{name}: {problem}"
-        return plans, metadata
 
-    def lookup_object(self, index: dcp.MetadataIndex) -> Tensor:
-        return self._pieces[index].tensor
+@dataclasses.dataclass
+class PlanCache:
+    """The plan of the last save. Ranks' pieces rarely change, so most saves exchange digests only."""
+
+    digests: list[str] = dataclasses.field(default_factory=list)
+    plans: Plans = dataclasses.field(default_factory=list)
+
+
+def plan_save(pieces: Iterable[LocalPiece], ps: ParallelState, cache: PlanCache) -> Plans:
+    """What every rank writes. Communicates over the whole world."""
+    local = [PieceFacts.of(piece) for piece in pieces]
+    digests = gather_json(hashlib.sha256(canonical(local)).hexdigest(), ps)
+    if digests != cache.digests:
+        told = gather_json(local, ps)
+        held = [[PieceFacts(name, dtype, *map(tuple, dims)) for name, dtype, *dims in own] for own in told]
+        cache.plans, _ = global_plan(held)
+        cache.digests = digests
+    return cache.plans
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
     """Plans the filling of pieces in place."""
 
-    def __init__(self, pieces: Sequence[LocalPiece]) -> None:
+    def __init__(self, pieces: Iterable[LocalPiece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = {i: piece for i, piece in index_pieces(pieces).items() if piece.tensor.numel() > 0}
+        self._pieces = {at: piece for at, piece in place_pieces(pieces).items() if piece.tensor.numel() > 0}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None, "set_up_planner(metadata=...) comes first"
-        plan = LoadPlan([])
-        ordered = sorted(self._pieces.values(), key=lambda piece: piece.name)
-        for name, pieces in itertools.groupby(ordered, lambda piece: piece.name):
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, dcp.TensorStorageMetadata), (
-                f"{name}: only tensors enter DCP, found {saved}"
-            )
-            chunks = [chunk_metadata(piece.box) for piece in pieces]
-            plan.items += create_read_items_for_chunk_list(name, saved, chunks)
-        return plan
+        chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {}
+        for piece in self._pieces.values():
+            chunks.setdefault(piece.name, []).append(chunk_metadata(piece.offset, piece.tensor.shape))
+        saved = self.metadata.state_dict_metadata
+        reads = (create_read_items_for_chunk_list(name, saved[name], of) for name, of in chunks.items())  # type: ignore[arg-type]
+        return LoadPlan([item for items in reads for item in items])
 
     def lookup_tensor(self, index: dcp.MetadataIndex) -> Tensor:
-        return self._pieces[index].tensor
-
-
-def write_item(name: str, dtype: torch.dtype, global_shape: Sequence[int], box: Rectangle) -> WriteItem:
-    """What DCP is told of a rectangle that this rank can write."""
-    chunk, properties = chunk_metadata(box), dcp.TensorProperties(dtype=dtype)
-    data = TensorWriteData(chunk, properties, torch.Size(global_shape))
-    return WriteItem(dcp.MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def plan_to_json(plan: SavePlan) -> list[Any]:
-    """A local plan for the other ranks: name, dtype, global shape, offset and shape of each piece."""
-    rows = [(item.index.fqn, tensor_data(item)) for item in plan.items]
-    return [
-        [
-            name,
-            dtype_name(data.properties.dtype),
-            *map(list, (data.size, data.chunk.offsets, data.chunk.sizes)),
-        ]
-        for name, data in rows
-    ]
-
-
-def plan_from_json(value: list[Any]) -> SavePlan:
-    return SavePlan(
-        [
-            write_item(name, TORCH_DTYPES[dtype], global_shape, Rectangle(tuple(offset), tuple(shape)))
-            for name, dtype, global_shape, offset, shape in value
-        ]
-    )
-
-
-def tensor_data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None, f"{item.index}: only tensors enter DCP"
-    return item.tensor_data
-
-
-def _check_replicas(all_plans: list[SavePlan]) -> None:
-    """Ranks that hold a piece at the same place must mean the same one."""
-    seen: dict[dcp.MetadataIndex, tuple[int, TensorWriteData]] = {}
-    tensors: dict[str, tuple[int, tuple[torch.Size, torch.dtype]]] = {}
-    for rank, plan in enumerate(all_plans):
-        for item in plan.items:
-            data, name = tensor_data(item), item.index.fqn
-            first_rank, first = seen.setdefault(item.index, (rank, data))
-            assert first.chunk.sizes == data.chunk.sizes, (
-                f"{name} at {tuple(data.chunk.offsets)}: rank {first_rank} holds shape "
-                f"{tuple(first.chunk.sizes)}, rank {rank} holds {tuple(data.chunk.sizes)}"
-            )
-            facts = (data.size, data.properties.dtype)
-            first_rank, first_facts = tensors.setdefault(name, (rank, facts))
-            assert first_facts == facts, f"{name}: rank {first_rank} {first_facts}, rank {rank} {facts}"
-
-
-@dataclasses.dataclass
-class PlanCache:
-    """The plans of the last save. Ranks' pieces rarely change, so most saves exchange digests only."""
-
-    digests: list[str] = dataclasses.field(default_factory=list)
-    plans: list[SavePlan] = dataclasses.field(default_factory=list)
-
-
-def plan_save(planner: PieceSavePlanner, ps: ParallelState | None, cache: PlanCache) -> list[SavePlan]:
-    """What every rank writes. Communicates over the whole world."""
-    local = plan_to_json(planner.create_local_plan())
-    digests = gather_json(hashlib.sha256(canonical(local)).hexdigest(), ps)
-    if digests != cache.digests:
-        cache.plans, _ = planner.create_global_plan(
-            [plan_from_json(value) for value in gather_json(local, ps)]
-        )
-        cache.digests = digests
-    return cache.plans
+        return self._pieces[index.fqn, tuple(index.offset or ())].tensor

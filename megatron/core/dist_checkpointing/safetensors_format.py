@@ -8,12 +8,11 @@ the library wants all of it in memory at once and offers no digest; any safetens
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -23,8 +22,7 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of a file."""
 
     key: str
@@ -32,39 +30,25 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-def file_order(entries: Sequence[StoredTensor]) -> list[int]:
-    """Indices of the entries in the order of the file: widest elements first, so that each is aligned."""
-    return sorted(range(len(entries)), key=lambda i: _rank(entries[i]))
-
-
-def _rank(entry: StoredTensor) -> tuple[int, str]:
-    return -ITEM_BYTES[entry.dtype], entry.key
-
-
-def sort_by_place(placed: Sequence[tuple[int, StoredTensor]]) -> list[tuple[int, StoredTensor]]:
-    """(begin, entry) pairs back in file order; entries without elements share a beginning with the next."""
-    return sorted(placed, key=lambda pair: (pair[0], _rank(pair[1])))
+    def rank(self) -> tuple[int, str]:
+        """By what a file is sorted: widest elements first, so that each is aligned."""
+        return -ITEM_BYTES[self.dtype], self.key
 
 
 def build_header(entries: Sequence[StoredTensor]) -> tuple[bytes, list[int]]:
-    """The bytes before the data, and where in the file each tensor begins. Entries in file order."""
+    """The bytes before the data; and where in the file each tensor begins, and the last one ends. Entries in the order
+    of the file."""
     table: dict[str, Any] = {}
-    begins, position = [], 0
-    for entry in entries:
-        assert entry.key not in table, f"two tensors named {entry.key!r} in one file"
-        end = position + entry.num_bytes
-        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
-        begins.append(position)
-        position = end
+    places = [0]
+    for key, dtype, shape in entries:
+        assert key not in table, f"two tensors named {key!r} in one file"
+        places.append(places[-1] + math.prod(shape) * ITEM_BYTES[dtype])
+        table[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": places[-2:]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     assert len(text) <= MAX_HEADER_BYTES, f"header of {len(text)} bytes for {len(entries)} tensors"
     head = struct.pack("<Q", len(text)) + text
-    return head, [len(head) + begin for begin in begins]
+    return head, [len(head) + place for place in places]
 
 
 def header_length(prefix: bytes, file_bytes: int) -> int:

@@ -8,7 +8,6 @@ import math
 from torch import Tensor
 
 from megatron.core.param_meta import ParamMeta, region_parts
-from megatron.core.rectangles import Rectangle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +26,6 @@ class LocalPiece:
     offset: tuple[int, ...]
     tensor: Tensor
     written: bool = True
-
-    @property
-    def box(self) -> Rectangle:
-        """Where it lies in the global tensor."""
-        return Rectangle(self.offset, tuple(self.tensor.shape))
 
 
 def pieces_of(prefix: str, meta: ParamMeta, tensor: Tensor) -> list[LocalPiece]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.module import ModelError
@@ -38,6 +39,9 @@ class FlatSpan:
     refusal: str = ""
 
     def pieces(self, local: Tensor) -> list[LocalPiece]:
+        """Their rectangles, in `local`, 1-D. Raises ModelError where there is a refusal."""
+        if self.refusal:
+            raise ModelError(self.refusal)
         return part_pieces("", self.meta, local, self.start, self.end)
 
 
@@ -62,27 +66,25 @@ class StatePiece(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if func in _OF_THE_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
         found: list[StatePiece] = []
 
-        def local(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, StatePiece):
-                found.append(tensor)
-            return as_local(tensor)
+        def local(piece: StatePiece) -> Tensor:
+            found.append(piece)
+            return piece.local
 
-        plain = map_tensors(args, local), map_tensors(kwargs, local)
+        plain, options = tree_map_only(StatePiece, local, (args, dict(kwargs or {})))
         first = found[0]
         if func is Tensor.new_empty and tuple(args[1]) == tuple(first.size()):  # as async_save makes copies
-            return StatePiece(first.local.new_empty(first.local.shape, **plain[1]), first.place)
-        for other in (*plain[0], *plain[1].values()):
+            return StatePiece(first.local.new_empty(first.local.shape, **options), first.place)
+        for other in (*plain, *options.values()):
             if isinstance(other, Tensor) and other.dim() and other.shape != first.local.shape:
                 raise first._partial(f"{func.__name__} of a tensor of shape {tuple(other.shape)} and")
         if func is Tensor.__getitem__:  # of the whole tensor nobody has the rows
             raise first._partial("an index of")
-        result = func(*plain[0], **plain[1])
+        result = func(*plain, **options)
         if not isinstance(result, Tensor):
             return result
         if result.shape != first.local.shape:
@@ -113,9 +115,10 @@ class StatePiece(Tensor):
     # torch.distributed.checkpoint ------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from megatron.core.dist_checkpointing.planning import write_item  # slow to import
+        from megatron.core.dist_checkpointing.planning import PieceFacts  # slow to import
 
-        return [write_item(fqn, self.local.dtype, self.size(), piece.box) for piece in self._pieces()]
+        pieces = self.place.pieces(self.local)
+        return [PieceFacts.of(piece)._replace(name=fqn).write_item() for piece in pieces]
 
     def __create_chunk_list__(self) -> list[Any]:
         """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
@@ -123,31 +126,11 @@ class StatePiece(Tensor):
 
         if not self.local.numel():
             self.local.zero_()
-        return [chunk_metadata(piece.box) for piece in self._pieces()]
+        return [chunk_metadata(piece.offset, piece.tensor.shape) for piece in self.place.pieces(self.local)]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         offset = tuple(index.offset)
         return next(piece.tensor for piece in self.place.pieces(self.local) if piece.offset == offset)
-
-    def _pieces(self) -> list[LocalPiece]:
-        if self.place.refusal:
-            raise ModelError(self.place.refusal)
-        return self.place.pieces(self.local)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Nested tuples, lists and dicts with other tensors."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return value
-
-
-def as_local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, StatePiece) else tensor
 
 
 def taken(value: Any, place: FlatSpan) -> Any:
@@ -183,43 +166,28 @@ def as_pieces(value: Any, place: FlatSpan, optimizer: str) -> Any:
         )
         return StatePiece(tensor, dataclasses.replace(place, refusal=refusal))
 
-    return map_tensors(value, piece)
+    return tree_map_only(Tensor, piece, value)
 
 
 def own_parts(kept: Any, place: FlatSpan) -> Any:
     """This rank's parts of the pieces in what an optimizer kept of a shard."""
-    return map_tensors(kept, lambda one: taken(one, place) if isinstance(one, StatePiece) else one)
+    return tree_map_only(StatePiece, lambda piece: taken(piece, place), kept)
 
 
-def optimizer_pieces(
-    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, FlatSpan]
-) -> dict[str, Any]:
-    """What `Optimizer.state_dict()` gives, with pieces of what it keeps of shards. places: by id of a shard."""
-    name = type(optimizer).__name__
-    return _repacked(optimizer, packed, places, lambda kept, place: as_pieces(kept, place, name))
-
-
-def optimizer_parts(
-    optimizer: torch.optim.Optimizer, packed: dict[str, Any], places: Mapping[int, FlatSpan]
-) -> dict[str, Any]:
-    """What `Optimizer.load_state_dict()` is given, with this rank's parts in the place of pieces."""
-    return _repacked(optimizer, packed, places, own_parts)
-
-
-def _repacked(
+def repacked(
     optimizer: torch.optim.Optimizer,
     packed: dict[str, Any],
     places: Mapping[int, FlatSpan],
     change: Callable[[Any, FlatSpan], Any],
 ) -> dict[str, Any]:
-    """Keys of a packed state are what its groups list in the place of the parameters."""
-    pairs = zip(_listed(packed), _listed(vars(optimizer)), strict=False)  # torch says where numbers differ
+    """What `Optimizer.state_dict()` gives, or `load_state_dict()` is given, with change(kept, place) of what is kept of
+    each shard. places: by id of a shard. Keys of a packed state are what its groups list in the place of parameters."""
+
+    def listed(state: Mapping[str, Any]) -> list[Any]:
+        return [one for group in state["param_groups"] for one in group["params"]]
+
+    pairs = zip(listed(packed), listed(vars(optimizer)), strict=False)  # torch says where numbers differ
     place_of = {key: places[id(shard)] for key, shard in pairs if id(shard) in places}
-    state = {
-        key: change(kept, place_of[key]) if key in place_of else kept for key, kept in packed["state"].items()
-    }
+    kept = packed["state"].items()
+    state = {key: change(one, place_of[key]) if key in place_of else one for key, one in kept}
     return {**packed, "state": state}
-
-
-def _listed(state: Mapping[str, Any]) -> list[Any]:
-    return [one for group in state["param_groups"] for one in group["params"]]

@@ -7,26 +7,26 @@ while overwriting one (docs/checkpoints.md). The reader also serves the stock en
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.core.dist_checkpointing import manifest as stated
-from megatron.core.dist_checkpointing.files import HashingFile, open_regular, read_into
-from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, Manifest
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, chunk_metadata, dtype_name, tensor_data
-from megatron.core.dist_checkpointing.safetensors_format import StoredTensor, build_header, file_order
+from megatron.core.dist_checkpointing.files import open_regular, read_into, write_file
+from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, Manifest, TensorEntry
+from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts, chunk_metadata
+from megatron.core.dist_checkpointing.safetensors_format import build_header
 
 
 def shard_name(rank: int) -> str:
@@ -36,32 +36,19 @@ def shard_name(rank: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ShardFile:
-    """Where everything lies in one rank's file: the plan's items in file order."""
+    """Where everything lies in one rank's file: its pieces in file order, and where each begins."""
 
     header: bytes
-    items: tuple[WriteItem, ...]
-    tensors: tuple[StoredTensor, ...]
+    pieces: tuple[PieceFacts, ...]
     begins: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.begins[-1] + self.tensors[-1].num_bytes if self.tensors else 0
+    num_bytes: int
 
 
-def lay_out(items: Sequence[WriteItem]) -> ShardFile:
+def lay_out(pieces: Iterable[PieceFacts]) -> ShardFile:
     """The same for everyone who knows the plan (pure)."""
-    tensors = [_stored(item) for item in items]
-    order = file_order(tensors)
-    ordered = tuple(tensors[i] for i in order)
-    header, begins = build_header(ordered)
-    return ShardFile(header, tuple(items[i] for i in order), ordered, tuple(begins))
-
-
-def _stored(item: WriteItem) -> StoredTensor:
-    data = tensor_data(item)
-    offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-    box = ",".join(f"{begin}:{begin + size}" for begin, size in zip(offset, shape, strict=True))
-    return StoredTensor(f"{item.index.fqn}[{box}]", dtype_name(data.properties.dtype), shape)
+    ordered = sorted(pieces, key=lambda one: one.stored.rank)
+    header, places = build_header([one.stored for one in ordered])
+    return ShardFile(header, tuple(ordered), tuple(places[:-1]), places[-1] if ordered else 0)
 
 
 def _memory(flat: Tensor) -> memoryview:
@@ -70,36 +57,34 @@ def _memory(flat: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def write_shard(path: Path, layout: ShardFile, resolve: Callable[[WriteItem], Tensor]) -> FileEntry | None:
+def write_shard(path: Path, layout: ShardFile, resolve: Callable[[PieceFacts], Tensor]) -> FileEntry | None:
     """Write one rank's file, durably, one tensor in host memory at a time. No tensors, no file: None."""
-    if not layout.items:
+    if not layout.pieces:
         return None
-    with contextlib.closing(HashingFile(path)) as file:
-        file.write(layout.header)
-        for item in layout.items:
-            flat = resolve(item).detach().contiguous().cpu().reshape(-1)  # sync: to be written
-            file.write(_memory(flat) if flat.numel() else b"")
-        digest = file.sync()
-    assert file.num_bytes == layout.num_bytes, f"{path}: {file.num_bytes} bytes, planned {layout.num_bytes}"
-    return FileEntry(path.name, file.num_bytes, digest)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield layout.header
+        for piece in layout.pieces:
+            flat = resolve(piece).detach().contiguous().cpu().reshape(-1)  # sync: to be written
+            yield _memory(flat) if flat.numel() else b""
+
+    num_bytes, digest = write_file(path, parts())
+    assert num_bytes == layout.num_bytes, f"{path}: {num_bytes} bytes, planned {layout.num_bytes}"
+    return FileEntry(num_bytes, digest)
 
 
-def build_manifest(plans: Sequence[SavePlan], files: Sequence[FileEntry | None], facts: Manifest) -> Manifest:
-    """The manifest of all that was written. files: of each rank. facts: what it says beside tensors and files."""
-    chunks: dict[str, list[ChunkEntry]] = {}
-    tensors: dict[str, stated.TensorEntry] = {}
-    for plan, file in zip(plans, files, strict=True):
-        layout = lay_out(plan.items)
-        for item, stored, begin in zip(layout.items, layout.tensors, layout.begins, strict=True):
-            assert file is not None, f"{item.index}: planned, and no file was written"
-            data, name = tensor_data(item), item.index.fqn
-            place = ChunkEntry(tuple(data.chunk.offsets), stored.shape, file.name, stored.key, begin)
-            chunks.setdefault(name, []).append(place)
-            tensors.setdefault(name, stated.TensorEntry(stored.dtype, tuple(data.size), ()))
-    for name, tensor in tensors.items():
-        in_order = tuple(sorted(chunks[name], key=lambda chunk: chunk.offset))
-        tensors[name] = dataclasses.replace(tensor, chunks=in_order)
-    return dataclasses.replace(facts, files={file.name: file for file in files if file}, tensors=tensors)
+def describe_tensors(plans: Sequence[Sequence[PieceFacts]]) -> dict[str, TensorEntry]:
+    """What the manifest says of tensors that are written by these plans, one a rank."""
+    found: list[tuple[PieceFacts, ChunkEntry]] = []
+    for rank, plan in enumerate(plans):
+        layout, file = lay_out(plan), shard_name(rank)
+        for one, begin in zip(layout.pieces, layout.begins, strict=True):
+            found.append((one, ChunkEntry(one.offset, one.shape, file, one.stored.key, begin)))
+    found.sort(key=lambda pair: pair[0])  # by name, then by place
+    return {
+        name: TensorEntry(dtype, shape, tuple(chunk for _, chunk in pairs))
+        for (name, dtype, shape), pairs in itertools.groupby(found, lambda pair: pair[0][:3])
+    }
 
 
 class SafeStorageReader(StorageReader):
@@ -120,16 +105,14 @@ class SafeStorageReader(StorageReader):
         where: dict[dcp.MetadataIndex, tuple[ChunkEntry, torch.dtype]] = {}
         for name, entry in manifest.tensors.items():
             dtype = TORCH_DTYPES[entry.dtype]
-            chunks = list(map(chunk_metadata, entry.chunks))
+            chunks = [chunk_metadata(chunk.offset, chunk.shape) for chunk in entry.chunks]
             properties = dcp.TensorProperties(dtype=dtype)
             state[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            for chunk in entry.chunks:
-                where[dcp.MetadataIndex(name, torch.Size(chunk.offset))] = (chunk, dtype)
+            for chunk, place in zip(entry.chunks, chunks, strict=True):
+                where[dcp.MetadataIndex(name, place.offsets)] = (chunk, dtype)
         return dcp.Metadata(state_dict_metadata=state, storage_data=where)
 
-    def set_up_storage_reader(
-        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: dcp.Metadata, *args: Any, **kwargs: Any) -> None:
         self._where: dict[dcp.MetadataIndex, tuple[ChunkEntry, torch.dtype]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -139,18 +122,15 @@ class SafeStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._where[item.storage_index][0].file, []).append(item)
-        for name, items in sorted(by_file.items()):
+        placed = [(*self._where[item.storage_index], item) for item in plan.items]
+        placed.sort(key=lambda one: (one[0].file, one[0].begin))
+        for name, parts in itertools.groupby(placed, lambda one: one[0].file):
             path = self.directory / name
             with open_regular(path) as fd:
-                for item in sorted(items, key=lambda item: self._where[item.storage_index][0].begin):
-                    source = _read_part(fd, path, *self._where[item.storage_index], item)
+                for chunk, dtype, item in parts:
+                    source = _read_part(fd, path, chunk, dtype, item)
                     target = planner.resolve_tensor(item).detach()
-                    assert target.shape == source.shape, (
-                        f"{item.dest_index}: {target.shape} != {source.shape}"
-                    )
+                    assert target.shape == source.shape, f"{item}: {target.shape}, {source.shape}"
                     target.copy_(source)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()

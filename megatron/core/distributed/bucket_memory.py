@@ -1,26 +1,42 @@
-"""The memory of flat buffers: an arena a layout, a bucket's parts of it, and which dtypes they have.
+"""The memory of flat buffers: an arena a layout, a bucket's parts of it, and a model's parameters as views of them.
 
 At rest a rank holds one part of each bucket of a buffer (all of it where the buffer is unsharded); the arena's flat
 buffers are these parts, one behind the other. Where a buffer is sharded, its full buckets are *transient*: tensors
-whose storage has memory only while somebody gathers or fills them (`transient_memory`).
+whose storage has memory only while somebody gathers or fills them (`transient_memory`). Parameters become views of
+their buckets' full weights, accumulators of full gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.core.distributed import sharding as flags
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.sharding import holds_weights, main_grads_dtype, main_params_dtype
+from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError
+from megatron.core.param_meta import ParamMeta
+from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace
 from megatron.core.transport.parallel_state import Group
 
 _FLAGS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _FLAGS.items()}
+
+# (role "weights" | "grads" | "extra", name of the unit or bucket, elements, dtype, device) -> a 1-D tensor of so many
+# elements, whose storage may be empty.
+NewFull = Callable[[str, str, int, torch.dtype, torch.device], Tensor]
+# Makes parameters' values readable inside, where they lie in memory that comes and goes.
+Reading = Callable[[Sequence[nn.Parameter]], contextlib.AbstractContextManager[None]]
+
+
+def as_they_are(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +130,13 @@ def num_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def bucket_name(arena: int, bucket: Bucket) -> str:
-    """Its units; its number where the model has none."""
-    return "+".join(unit for unit in bucket.units if unit) or f"bucket {arena}.{bucket.index}"
+    """Its unit; its number where the model has none."""
+    return bucket.unit or f"bucket {arena}.{bucket.index}"
 
 
 def main_grad_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
     """What gradients are accumulated in: `sharding.main_grads_dtype`."""
-    return _FLAGS[main_grads_dtype(_NAMES[weights], config)]
+    return _FLAGS[flags.main_grads_dtype(_NAMES[weights], config)]
 
 
 def grad_comm_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
@@ -131,11 +147,163 @@ def grad_comm_dtype(weights: torch.dtype, config: DistributedDataParallelConfig)
 
 def main_weight_dtype(weights: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
     """`sharding.main_params_dtype`. Raises ModelError for one that cannot hold the model's weights."""
-    name = main_params_dtype(_NAMES[weights], config)
-    dtype = _FLAGS[name]
-    if not holds_weights(name, _NAMES[weights]):
+    name = flags.main_params_dtype(_NAMES[weights], config)
+    if not flags.holds_weights(name, _NAMES[weights]):
         raise ModelError(
             f"--megatron-fsdp-main-params-dtype {name}: main weights would be coarser than the model's, which are "
             f"{weights}; use fp32, or auto for the model's own"
         )
-    return dtype
+    return _FLAGS[name]
+
+
+@dataclasses.dataclass
+class BufferMaker:
+    """arenas, buckets: of layouts. weights: parameter -> its view, without autograd. grads: key -> accumulator, in the
+    parameter's shape. extra_grads: key of a further use -> its accumulator, 1-D, outside of the layout.
+
+    Unsharded gradients of one dtype are one allocation (`flat_grads`). Sharded ones are one a bucket, so that a
+    bucket's can be without memory while they mean nothing: one allocation for all would be there from the first unit of
+    the backward on, when activations are at their most.
+
+    new_full: makes transient tensors. reading: a bucket's parameters are read inside it.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    param_meta: Mapping[str, ParamMeta]
+    config: DistributedDataParallelConfig
+    sharding: Sharding
+    place: ShardPlace
+    device: torch.device
+    new_full: NewFull
+    reading: Reading
+
+    def make(self, layouts: Sequence[FlatLayout], groups: ArenaGroups | None) -> None:
+        cuts = (self.sharding.weights, self.sharding.main_grads, self.sharding.optimizer)
+        ways = [self.place.ways(cut) for cut in cuts]
+        assert ways == sorted(ways), (
+            f"{self.sharding} over {self.place}: each of weights, gradients, optimizer is cut as its predecessor or "
+            "finer"
+        )
+        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.weights: dict[str, Tensor] = {}
+        self.grads: dict[str, Tensor] = {}
+        self.extra_grads: dict[str, Tensor] = {}
+        self.arenas: list[Arena] = []
+        self.buckets: list[BucketMemory] = []
+        dtypes = {str(p.dtype): p.dtype for p in self.parameters.values()}
+        numel: dict[torch.dtype, int] = {}
+        for layout in layouts:
+            if layout.trained and self.sharding.main_grads is ShardOver.NONE:
+                dtype = main_grad_dtype(dtypes[layout.dtype], self.config)
+                numel[dtype] = numel.get(dtype, 0) + layout.numel
+        self.flat_grads = {dtype: self._zeros(size, dtype) for dtype, size in numel.items()}
+        self._grads_left = dict(self.flat_grads)
+        for index, layout in enumerate(layouts):
+            self.arenas.append(self._arena(layout, dtypes[layout.dtype], groups))
+            self.buckets += [self._bucket(index, bucket) for bucket in layout.buckets]
+        for name, parameter in self.parameters.items():
+            if name not in self.weights:  # a frozen one that keeps a storage of its own
+                if parameter.device != self.device:
+                    _repoint(parameter, torch.empty_like(parameter, device=self.device))
+                self.weights[name] = parameter.detach()
+
+    def _arena(self, layout: FlatLayout, dtype: torch.dtype, groups: ArenaGroups | None) -> Arena:
+        main = main_weight_dtype(dtype, self.config) if layout.trained else dtype
+        numel = layout.numel_at_rest(self.place, self.sharding.weights)
+        if main == dtype:
+            return Arena(layout, self._zeros(numel, dtype), None, groups)
+        from_main = self.sharding.gathers_from_main(self.place)
+        weights = (
+            own_storage("weights", "", numel, dtype, self.device) if from_main else self._zeros(numel, dtype)
+        )
+        main_weights = self._zeros(layout.numel_at_rest(self.place, self.sharding.optimizer), main)
+        return Arena(layout, weights, main_weights, groups, from_main)
+
+    def _bucket(self, index: int, bucket: Bucket) -> BucketMemory:
+        """The bucket's memory, with its parameters and accumulators in it; weights come to rest."""
+        arena, cut, place = self.arenas[index], self.sharding.weights, self.place
+        layout, dtype, name = arena.layout, arena.weights.dtype, bucket_name(index, bucket)
+        is_sharded, mine = cut is not ShardOver.NONE, layout.inner_part(bucket, place, ShardOver.NONE, cut)
+        rest = None if arena.gathers_from_main else arena.weights[layout.bucket_at_rest(bucket, place, cut)]
+        whole = self.new_full("weights", name, bucket.numel, dtype, self.device) if is_sharded else rest
+        assert whole is not None, "nothing is gathered"
+        with with_memory(whole):
+            weights = whole[mine] if rest is None else rest
+        trained = self._trained(arena, bucket, name, weights) if arena.trained else {}
+        memory = BucketMemory(
+            index, bucket, arena.trained, weights, whole, arena.gathers_from_main, **trained
+        )
+        with with_memory(whole), self.reading([self.parameters[param] for param in bucket.names]):
+            if is_sharded:
+                whole.zero_()
+            views = self._views(arena, bucket, whole)
+            for param, view in views.items():
+                _repoint(self.parameters[param], view)
+            self.weights |= views
+            if is_sharded:
+                memory.weights_at_rest.copy_(whole[mine])
+        return memory
+
+    def _trained(self, arena: Arena, bucket: Bucket, name: str, weights: Tensor) -> dict[str, Tensor]:
+        """What only a trained bucket has, with its accumulators. weights: its part at rest, or of the full ones."""
+        layout, cuts, place, config = arena.layout, self.sharding, self.place, self.config
+        main_grads = full_grads = self._main_grads(main_grad_dtype(weights.dtype, config), bucket)
+        if cuts.main_grads is not ShardOver.NONE:
+            wire = grad_comm_dtype(weights.dtype, config)
+            full_grads = self.new_full("grads", name, bucket.numel, wire, self.device)
+        with with_memory(full_grads):
+            self.grads |= self._views(arena, bucket, full_grads)
+        for param in bucket.names:
+            for key in self.param_meta[param].grad_keys[1:]:
+                self._add_extra(key, param, name, full_grads.dtype)
+        optimizer_weights = weights  # where the main ones alone rest, both are cut alike
+        if not arena.gathers_from_main:
+            optimizer_weights = weights[layout.inner_part(bucket, place, cuts.weights, cuts.optimizer)]
+        own, rest = arena.own_main_weights, layout.bucket_at_rest(bucket, place, cuts.optimizer)
+        return {
+            "main_weights": optimizer_weights if own is None else own[rest],
+            "main_grads": main_grads,
+            "full_grads": full_grads,
+            "optimizer_grads": main_grads[layout.inner_part(bucket, place, cuts.main_grads, cuts.optimizer)],
+            "optimizer_weights": optimizer_weights,
+        }
+
+    def _views(self, arena: Arena, bucket: Bucket, full: Tensor) -> dict[str, Tensor]:
+        slots = [arena.layout.by_name[param] for param in bucket.names]
+        return {
+            slot.name: full[slot.start - bucket.start : slot.end - bucket.start].view(self.shapes[slot.name])
+            for slot in slots
+        }
+
+    def _main_grads(self, dtype: torch.dtype, bucket: Bucket) -> Tensor:
+        """A bucket's gradients at rest."""
+        if self.sharding.main_grads is not ShardOver.NONE:
+            return self._zeros(bucket.numel // self.place.ways(self.sharding.main_grads), dtype)
+        left = self._grads_left[dtype]
+        self._grads_left[dtype] = left[bucket.numel :]
+        return left[: bucket.numel]
+
+    def _add_extra(self, key: str, param: str, bucket: str, dtype: torch.dtype) -> None:
+        """The accumulator of a further use."""
+        numel = math.prod(self.shapes[param])
+        if self.sharding.main_grads is ShardOver.NONE:
+            extra = self._zeros(numel, dtype)
+        else:
+            extra = self.new_full("extra", bucket, numel, dtype, self.device)
+        self.extra_grads[key] = extra
+        with with_memory(extra):
+            self.grads[key] = extra.view(self.shapes[param])
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+
+def _repoint(parameter: nn.Parameter, storage: Tensor) -> None:
+    """Give a parameter this storage and keep its value and its identity: others hold references to it. Writing to the
+    storage later is no modification to autograd: `.data` has a version of its own."""
+    if parameter.is_meta:  # no value, and `.data` cannot change the kind of device
+        made = nn.Parameter(storage.data, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, made)
+        return
+    storage.copy_(parameter.detach())
+    parameter.data = storage

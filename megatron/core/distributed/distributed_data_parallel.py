@@ -21,11 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
-from megatron.core.distributed.buffer_maker import Reading, as_they_are
+from megatron.core.distributed.bucket_memory import ArenaGroups, Reading, as_they_are, num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
@@ -33,14 +31,9 @@ from megatron.core.distributed.gradient_sources import Sinks, connect
 from megatron.core.distributed.released_tensors import watch_released
 from megatron.core.distributed.sharding import debug_in_slots, residency_of
 from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.distributed.transient_memory import (
-    AllocatedMemory,
-    DoubleBuffer,
-    plan_slots,
-)
+from megatron.core.distributed.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
 from megatron.core.memory_tracker import MemoryTracker
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import MegatronModule, ModelError, ModelUnit
+from megatron.core.module import MegatronModule, ModelChunks, ModelError, ModelUnit
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.residency import Residency
@@ -57,8 +50,8 @@ class DistributedDataParallel(GradSync):
     param_meta: facts about the parameters; sinks: where each chunk's layers put their gradients, None for a plain
     module, whose gradients are taken from autograd's hooks; a chunk may have both. Both are a `MegatronModule`'s own
     where they are not given. stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all
-    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`); `EngineUnits` are taken
-    as they are. reading: a unit's parameters are read inside it, where another engine has cut them.
+    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`). reading: a unit's
+    parameters are read inside it, where another engine has cut them. hooks: all that listen to the model.
 
     Communicates over dp_gather, dp_reduce and dp_outer (the groups of its flat buffer's arenas), and over tp and
     embedding where gradients have parts there (`finalize_model_grads`), there once when built. In a world of one no
@@ -74,7 +67,7 @@ class DistributedDataParallel(GradSync):
         sinks: Sinks = None,
         stages: Sequence[int] | None = None,
         *,
-        units: Sequence[ModelUnit] | EngineUnits | None = None,
+        units: Sequence[ModelUnit] | None = None,
         reading: Reading = as_they_are,
     ) -> None:
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
@@ -88,9 +81,8 @@ class DistributedDataParallel(GradSync):
             param_meta = {name: fact for facts in found for name, fact in facts.items()}
         if sinks is None:
             sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
-        if not isinstance(units, EngineUnits):
-            units = find_engine_units(own, units, config, self.sharding, self.place.dp_size)
-        self._found, self.units = units, units.units
+        self._found = self._find_units(own, units)
+        self.units = self._found.units
         names = [unit.name for unit in self.units]
         memory = self._new_memory()
         unit_of = {name: unit.name for unit in self.units for name in unit.names}
@@ -109,19 +101,16 @@ class DistributedDataParallel(GradSync):
             tracker=self.memory_tracker,
         )
         self.gathers = AllGatherPipeline(names, self.buffer, memory, config.overlap_param_gather)
-        order = units.backward_order
+        order = self._found.backward_order
         self.reductions = GradReducePipeline(names, self.buffer, memory, self.memory_tracker, order, ps)
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
-        self._hooks: list[RemovableHandle] = []
-        self._reports = connect(
-            own, self.buffer, sinks, self._grad_listener(), scale=self._scale, hooks=self._hooks
-        )
+        self.hooks = connect(own, self.buffer, sinks, self._grad_listener(), scale=self._scale)
         self._counted_from = self._of_step = self._of_weights = Traffic()
         held = self.buffer.persistent_bytes()
         held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit
         self.memory_tracker.book({name: size for name, size in held.items() if size})
         if config.fsdp_debug:
-            watch_released(self, self.buffer, self.units)
+            watch_released(self, self.buffer)
 
     # The model ------------------------------------------------------------------------------------------
 
@@ -261,6 +250,9 @@ class DistributedDataParallel(GradSync):
             traffic_of(one.gather.traffic, one.reduce.traffic, one.outer.traffic) for one in everyone.values()
         )
         return sum(counted, start=Traffic())
+
+    def _find_units(self, chunks: ModelChunks, declared: Sequence[ModelUnit] | None) -> EngineUnits:
+        return find_engine_units(chunks, declared, self.config, self.sharding, self.place.dp_size)
 
     def _grad_listener(self) -> GradListener:
         """Who hears of contributions."""

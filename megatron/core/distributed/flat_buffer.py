@@ -10,8 +10,8 @@ weights are sharded):
     main_grads    what gradients are accumulated in
 
 Parameters are views of their bucket's *full weights*, gradient accumulators of its *full gradients*, from construction
-on (`buffer_maker`): where a buffer is unsharded these are the buffer at rest, where it is sharded they are transient,
-and whoever gathers or frees them gives their storage memory or takes it away.
+on (`bucket_memory`): where a buffer is sharded, whoever gathers or frees these gives their storage memory or takes it
+away.
 
 A parameter with several uses (tied embeddings) has one accumulator a use: the first is its slot in the full gradients,
 the others live outside the layout, and whoever reduces adds them to it. Where weights are unsharded, frozen
@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed import bucket_memory
 from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMemory, num_bytes, trained
-from megatron.core.distributed.buffer_maker import BufferMaker, NewFull, Reading, as_they_are
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
 from megatron.core.distributed.transient_memory import own_storage, with_memory
@@ -44,8 +44,8 @@ class FlatBuffer:
 
     parameters: by global name, in the order of the model. stages: name -> global pipeline stage (0 where left out);
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
-    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket
-    (config's sizes of buckets have no effect); None: buckets by size.
+    (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket (config's
+    sizes of buckets have no effect); None: all are one.
     new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
     reduces; None where nobody does. tracker: is told of weights that are rounded for checkpoints.
 
@@ -64,8 +64,8 @@ class FlatBuffer:
         device: torch.device,
         stages: Mapping[str, int] | None = None,
         units: Mapping[str, str] | None = None,
-        new_full: NewFull = own_storage,
-        reading: Reading = as_they_are,
+        new_full: bucket_memory.NewFull = own_storage,
+        reading: bucket_memory.Reading = bucket_memory.as_they_are,
         placement: Placement = "flat",
         groups: ArenaGroups | None = None,
         tracker: MemoryTracker | None = None,
@@ -84,28 +84,23 @@ class FlatBuffer:
                 if p.requires_grad or sharding.weights is not ShardOver.NONE
             ],
             place.dp_size,
-            bucket_size=config.ddp_bucket_size if units is None else None,
-            num_buckets=config.ddp_num_buckets if units is None else None,
-            by_unit=units is not None,
             placement=placement,
         )
-        made = BufferMaker(parameters, self.param_meta, config, sharding, place, device, new_full, reading)
+        made = bucket_memory.BufferMaker(
+            parameters, self.param_meta, config, sharding, place, device, new_full, reading
+        )
         made.make(layouts, groups)
         self.arenas, self.buckets = tuple(made.arenas), tuple(made.buckets)
         self._bucket_of = {name: memory for memory in self.buckets for name in memory.bucket.names}
-        self._flat_grads, self._shapes, self._weights, self._grads = (
-            made.flat_grads,
-            made.shapes,
-            made.weights,
-            made.grads,
-        )
+        self._flat_grads, self._shapes = made.flat_grads, made.shapes
+        self._weights, self._grads = made.weights, made.grads
         self.extra_grads = made.extra_grads  # key of a further use -> its accumulator, 1-D
         self.grads_divided_by = 1  # main_grads * this = the sum over microbatches and ranks
         self.copy_weights_to_main()
 
     def buckets_of_unit(self, unit: str) -> tuple[BucketMemory, ...]:
         """The buckets that hold parameters of a unit, trained and frozen."""
-        return tuple(memory for memory in self.buckets if unit in memory.bucket.units)
+        return tuple(memory for memory in self.buckets if memory.bucket.unit == unit)
 
     def by_groups(self, buckets: Iterable[BucketMemory]) -> list[tuple[ArenaGroups, list[BucketMemory]]]:
         """Buckets by who communicates about them."""
@@ -154,23 +149,20 @@ class FlatBuffer:
         if not arena.weights_rest:
             with torch.inference_mode():  # its tensors are read-only outside
                 return self.main_weight_part(name).to(arena.weights.dtype)
-        return self._part(arena, arena.weights, self.sharding.weights, name, self.sharding.weights)
+        cut, bucket = self.sharding.weights, self._bucket_of[name].bucket
+        return self._within(
+            arena.weights[arena.layout.bucket_at_rest(bucket, self.place, cut)], cut, name, cut
+        )
 
     def main_weight_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: what of a main weight this rank's optimizer updates. cut: a part of that."""
-        arena = self._trained_arena_of(name)
-        cut = cut or self.sharding.optimizer
-        if arena.own_main_weights is None:
-            return self._part(arena, arena.weights, self.sharding.weights, name, cut)
-        return self._part(arena, arena.own_main_weights, self.sharding.optimizer, name, cut)
+        held = self.sharding.optimizer
+        return self._within(trained(self._trained(name).main_weights), held, name, cut or held)
 
     def main_grad_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: the gradient at rest of `main_weight_part`. cut: a part of that."""
-        arena, memory, held = self._trained_arena_of(name), self._bucket_of[name], self.sharding.main_grads
-        start = arena.layout.rest_start(memory.bucket.index, self.place, held)
-        return self._part(
-            arena, trained(memory.main_grads), held, name, cut or self.sharding.optimizer, start
-        )
+        grads, wanted = trained(self._trained(name).main_grads), cut or self.sharding.optimizer
+        return self._within(grads, self.sharding.main_grads, name, wanted)
 
     def grads_at_rest(self) -> tuple[Tensor, ...]:
         """All gradients at rest, one allocation each: one a dtype where they are unsharded, one a bucket where cut."""
@@ -180,8 +172,9 @@ class FlatBuffer:
 
     def view_part(self, flat: Tensor, name: str) -> Tensor:
         """1-D: what belongs to a parameter in any flat tensor that is cut as its arena's optimizer (a moment)."""
-        cut = self.sharding.optimizer
-        return self._part(self._trained_arena_of(name), flat, cut, name, cut)
+        cut, memory = self.sharding.optimizer, self._trained(name)
+        rest = self.arenas[memory.arena].layout.bucket_at_rest(memory.bucket, self.place, cut)
+        return self._within(flat[rest], cut, name, cut)
 
     def optimizer_numel(self, arena: Arena) -> int:
         """Elements of an arena that this rank's optimizer updates, padding included."""
@@ -192,7 +185,7 @@ class FlatBuffer:
         return self._stages.get(name, 0)
 
     def has_own_main_weight(self, name: str) -> bool:
-        return self._trained_arena_of(name).own_main_weights is not None
+        return self.arenas[self._trained(name).arena].own_main_weights is not None
 
     def param_of_key(self, key: str) -> str:
         return self._param_of_key[key]
@@ -266,23 +259,19 @@ class FlatBuffer:
                 if memory.arena == index:
                     yield trained(memory.optimizer_weights), trained(memory.main_weights)
 
-    def _part(
-        self, arena: Arena, flat: Tensor, flat_cut: ShardOver, name: str, wanted: ShardOver, start: int = 0
-    ) -> Tensor:
-        """What of a parameter belongs to `wanted` in a flat buffer at rest that is sharded by the coarser `flat_cut`.
-        start: of the buffer's elements, where `flat` begins."""
-        low, high = arena.layout.part_of(name, self.place, wanted)
-        if low == high:
-            return flat[:0]
-        outer, _ = arena.layout.part_of(name, self.place, flat_cut)
-        first = arena.layout.part_at_rest(name, self.place, flat_cut)[0] - start + low - outer
-        return flat[first : first + high - low]
+    def _within(self, part: Tensor, cut: ShardOver, name: str, wanted: ShardOver) -> Tensor:
+        """What of a parameter belongs to `wanted`, in this rank's part of its bucket by the coarser `cut`."""
+        memory = self._bucket_of[name]
+        layout = self.arenas[memory.arena].layout
+        low, high = layout.part_of(name, self.place, wanted)
+        first = layout.by_name[name].start + low - layout.shard(memory.bucket.index, self.place, cut)[0]
+        return part[first : first + high - low] if low < high else part[:0]
 
-    def _trained_arena_of(self, name: str) -> Arena:
-        arena = self.arena_of(name)
-        assert arena is not None, f"{name} is frozen"
-        assert arena.trained, f"{name} is frozen"
-        return arena
+    def _trained(self, name: str) -> BucketMemory:
+        memory = self._bucket_of.get(name)
+        assert memory is not None, f"{name} is frozen"
+        assert memory.trained, f"{name} is frozen"
+        return memory
 
 
 def _check(

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError
+from megatron.core.module import ModelChunks, ModelError
 from megatron.core.param_meta import GradRoute
 from megatron.core.protocols import GradListener
 from megatron.core.weight_grad import WeightGradAccumulator, add_gradient
@@ -23,49 +22,32 @@ Sinks = Sequence[WeightGradAccumulator | None] | WeightGradAccumulator | None
 
 
 def connect(
-    chunks: ModelChunks,
-    buffer: FlatBuffer,
-    sinks: Sinks,
-    listener: GradListener,
-    *,
-    scale: float = 1.0,
-    hooks: list[RemovableHandle] | None = None,
-) -> dict[str, int]:
-    """Bind every sink to the accumulators of its chunks' parameters, and hook what autograd accumulates.
-
-    scale: of every contribution. hooks: takes up what removes those of parameters. Returns how often each key is
-    reported in a microbatch.
-    """
+    chunks: ModelChunks, buffer: FlatBuffer, sinks: Sinks, listener: GradListener, *, scale: float = 1.0
+) -> list[RemovableHandle]:
+    """Bind every sink to the accumulators of its chunks' parameters, and hook what autograd accumulates. Each chunk
+    reports each key once a microbatch. scale: of every contribution. Returns what removes the hooks of parameters."""
     if sinks is None or isinstance(sinks, WeightGradAccumulator):
         sinks = (sinks,) * len(chunks.modules)
     assert len(sinks) == len(chunks.modules), f"{len(sinks)} sinks for {len(chunks.modules)} chunks"
-    reports: dict[str, int] = {}
+    hooks: list[RemovableHandle] = []
     keys_of: dict[int, tuple[WeightGradAccumulator, dict[str, Tensor]]] = {}
     for name in buffer.names:
         meta, holders = buffer.param_meta[name], chunks.holders[name]
         here = [sink for chunk in holders if (sink := sinks[chunk]) is not None]
         assert len(here) in (0, len(holders)), f"{name}: of chunks {holders} only some have a sink"
-        reports |= dict.fromkeys(meta.grad_keys, 1)
         for sink in here:
             grads = keys_of.setdefault(id(sink), (sink, {}))[1]
             grads |= {key: buffer.main_grad(key) for key in meta.grad_keys}
         if not here or meta.route is GradRoute.AUTOGRAD:
-            reports[name] = len(holders)  # each chunk's backward reports what it has accumulated
             hook = _autograd_hook(name, buffer.main_grad(name), listener, scale, here)
-            handle = chunks.parameters[name].register_post_accumulate_grad_hook(hook)
-            if hooks is not None:
-                hooks.append(handle)
+            hooks.append(chunks.parameters[name].register_post_accumulate_grad_hook(hook))
     for sink, grads in keys_of.values():
         sink.bind(grads, listener, scale=scale)
-    return reports
+    return hooks
 
 
 def _autograd_hook(
-    name: str,
-    main_grad: Tensor,
-    listener: GradListener,
-    scale: float,
-    sinks: Sequence[WeightGradAccumulator],
+    name: str, main_grad: Tensor, listener: GradListener, scale: float, sinks: Sequence[WeightGradAccumulator]
 ) -> Callable[[Tensor], None]:
     """sinks: of the chunks that use the parameter; the one whose B is under way files the gradient for W."""
     heard = weakref.ref(listener)  # see [Note: hooks of parameters]

@@ -17,8 +17,9 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.pipeline_parallel.plan.held.residency_lines import StepMoves
+from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, with_work_of
+from megatron.core.pipeline_parallel.plan.planned_residency import StepMoves
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.transport import collectives, host_data
 
@@ -86,16 +87,13 @@ def measured_moves(model: DistributedDataParallel, wire: LaneCosts, step_s: floa
     """What the last step, of so many seconds, has moved, and how much of it the wire was busy with that. Where the
     device works off a queue, waiting is the device's, and not known."""
     traffic, place = model.traffic, model.place
-    gathers, reductions = traffic.all_gather, traffic.reduce_scatter + traffic.all_reduce
-    outer_gathers, outer_sums = (
-        traffic.outer_all_gather,
-        traffic.outer_reduce_scatter + traffic.outer_all_reduce,
-    )
-    # An all-reduce goes round twice.
-    busy_ns = wire.of(gathers + reductions + traffic.all_reduce, place.inner_size)
-    busy_ns += wire.of(outer_gathers + outer_sums + traffic.outer_all_reduce, place.outer_size)
-    return dataclasses.replace(
-        StepMoves.of(gathers, reductions, outer_gathers, outer_sums),
+    sums, outer_sums = traffic.all_reduce, traffic.outer_all_reduce  # they go round twice
+    outer = (traffic.outer_reduce_scatter + outer_sums, traffic.outer_all_gather)
+    moved = Moves(traffic.all_gather, traffic.reduce_scatter + sums, *outer)
+    busy_ns = wire.of(moved.gathers + moved.reductions + sums, place.inner_size)
+    busy_ns += wire.of(moved.outer_gathers + moved.outer_sums + outer_sums, place.outer_size)
+    return StepMoves.of(
+        moved,
         lane_share=busy_ns / 1e9 / step_s,
         exposed_share=None if model.ps.device.queues_work else traffic.waited_s / step_s,
         step_s=step_s,

@@ -26,7 +26,6 @@ from torch.utils import _python_dispatch as dispatch
 from megatron.core.distributed.flat_buffer import BucketMemory, FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
-from megatron.core.units import Unit
 
 # They take a tensor's shape and type, and read no element.
 _NEW_TENSORS = frozenset(
@@ -47,10 +46,10 @@ class _Released:
     places: tuple[tuple[int, int, str], ...] = ()
 
 
-def watch_released(owner: object, buffer: FlatBuffer, units: Sequence[Unit]) -> None:
+def watch_released(owner: object, buffer: FlatBuffer) -> None:
     """From here on, for as long as `owner` lives, this thread's operations on released tensors of the buffer raise
     ModelError. Does nothing where the buffer releases none."""
-    known = {tensor.untyped_storage()._cdata: what for tensor, what in _released(buffer, units)}
+    known = {tensor.untyped_storage()._cdata: what for tensor, what in _released(buffer)}
     if not known:
         return
     mode = next((mode for mode in _stack() if isinstance(mode, _Watch)), None)
@@ -61,9 +60,8 @@ def watch_released(owner: object, buffer: FlatBuffer, units: Sequence[Unit]) -> 
     weakref.finalize(owner, mode.forget, id(owner)).atexit = False
 
 
-def _released(buffer: FlatBuffer, units: Sequence[Unit]) -> Iterator[tuple[Tensor, _Released]]:
+def _released(buffer: FlatBuffer) -> Iterator[tuple[Tensor, _Released]]:
     """All that an engine takes memory away from."""
-    unit_of = {name: unit.name for unit in units for name in unit.names}
     for bucket in buffer.buckets:
         if buffer.sharding.weights is not ShardOver.NONE:
             yield bucket.full_weights, _in_full(buffer, bucket, bucket.full_weights, "weight")
@@ -74,7 +72,7 @@ def _released(buffer: FlatBuffer, units: Sequence[Unit]) -> Iterator[tuple[Tenso
         yield bucket.main_grads, _Released(bucket.name, "sharded gradients")
         for key in (key for name in bucket.bucket.names for key in buffer.param_meta[name].grad_keys[1:]):
             extra, name = buffer.extra_grads[key], buffer.param_of_key(key)
-            yield extra, _Released(unit_of[name], "gradient of a further use", ((0, extra.nbytes, name),))
+            yield extra, _Released(bucket.name, "gradient of a further use", ((0, extra.nbytes, name),))
 
 
 def _in_full(buffer: FlatBuffer, bucket: BucketMemory, full: Tensor, what: str) -> _Released:

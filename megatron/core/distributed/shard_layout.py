@@ -3,12 +3,11 @@
 All trained parameters of one dtype share one flat buffer, all frozen ones another. Experts' are apart from both: what
 one rank in several holds is reduced over other ranks. So are those that two pipeline stages hold (tied embeddings),
 which both stages have to cut alike. Seen from its start: buckets, in the order in which backward completes them; in a
-bucket, parameters; at its end, padding. A bucket is what one collective moves.
+bucket, parameters; at its end, padding. A bucket is what one unit of the model has, and what one collective moves.
 
     [ bucket 0: p9 p8 p7 .. pad | bucket 1: p6 p5 .. pad | ... ]
 
-- Parameters are laid in backward order (the reverse of the order they were registered in) and never split
-  between buckets. A bucket closes as soon as it has reached the bucket size, or is what one unit of the model has.
+- Buckets are laid in backward order, the reverse of the order in which their units were registered first.
 - In a bucket, parameters of one *group* (treated alike by the optimizer) lie together, so that the optimizer
   works on a few long slices. In a group, those whose size has the larger power of two come first: every
   parameter then starts on a multiple of its own alignment (up to 64 elements), without padding between them.
@@ -30,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -87,13 +87,13 @@ class BufferSpan:
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """Elements [start, end) of the flat buffer; padding is behind the last parameter, and before it only where
-    parameters are not split between ranks. units: those that it holds parameters of, in backward order."""
+    parameters are not split between ranks. names: its parameters, in backward order."""
 
     index: int
     start: int
     end: int
     names: tuple[str, ...]
-    units: tuple[str, ...] = ()
+    unit: str = ""
 
     @property
     def numel(self) -> int:
@@ -142,22 +142,23 @@ class FlatLayout:
         """Where that part begins in the buffer at rest."""
         return self.buckets[bucket].start // self._ways(place, cut)
 
+    def bucket_at_rest(self, bucket: Bucket, place: ShardPlace, cut: ShardOver) -> slice:
+        """Where this rank's part of a bucket is in the buffer at rest."""
+        start = self.rest_start(bucket.index, place, cut)
+        return slice(start, start + bucket.numel // self._ways(place, cut))
+
+    def inner_part(self, bucket: Bucket, place: ShardPlace, cut: ShardOver, finer: ShardOver) -> slice:
+        """Where this rank's part by the finer cut is in its part of a bucket."""
+        outside, _ = self.shard(bucket.index, place, cut)
+        start, end = self.shard(bucket.index, place, finer)
+        return slice(start - outside, end - outside)
+
     def part_of(self, name: str, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
         """Elements [start, end) *of the parameter* that lie in this rank's part; may be empty."""
         slot = self.by_name[name]
         start, end = self.shard(slot.bucket, place, cut)
         low = min(max(start - slot.start, 0), slot.numel)
         return low, max(low, min(end - slot.start, slot.numel))
-
-    def part_at_rest(self, name: str, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
-        """Elements [start, end) of the buffer at rest where these are."""
-        slot = self.by_name[name]
-        low, high = self.part_of(name, place, cut)
-        rest, (first, _) = self.rest_start(slot.bucket, place, cut), self.shard(slot.bucket, place, cut)
-        start = (
-            rest if low == high else slot.start + low - first + rest
-        )  # nowhere: before or behind this rank's part
-        return start, start + high - low
 
     def spans_at_rest(self, place: ShardPlace, cut: ShardOver) -> tuple[BufferSpan, ...]:
         """What this rank holds of `spans`, as elements of the buffer at rest. Without padding."""
@@ -189,62 +190,31 @@ def bucket_size_of(
 
 
 def plan_layouts(
-    specs: Sequence[ParamSpec],
-    dp_size: int,
-    *,
-    bucket_size: int | None = None,
-    num_buckets: int | None = None,
-    by_unit: bool = False,
-    placement: Placement = "flat",
+    specs: Sequence[ParamSpec], dp_size: int, *, placement: Placement = "flat"
 ) -> tuple[FlatLayout, ...]:
-    """One layout a (dtype, trained, expert, shared), for parameters given in the order they were registered in.
-
-    by_unit: a bucket a unit, units in the reverse of their first appearance: what is gathered and reduced together is
-    the unit, and no size of a bucket can be asked for. Raises ValueError for sizes that make no bucket.
-    """
+    """One layout a (dtype, trained, expert, shared), for parameters given in the order they were registered in."""
     assert dp_size >= 1, f"dp_size {dp_size}"
     assert len({spec.name for spec in specs}) == len(specs), "two parameters have one name"
-    assert not by_unit or (bucket_size is None and num_buckets is None), (
-        f"a bucket a unit, and buckets of size {bucket_size} or {num_buckets} of them"
-    )
-    limit = 0
-    if not by_unit:
-        limit = bucket_size_of(sum(spec.numel for spec in specs), dp_size, bucket_size, num_buckets)
-    units = {unit: place for place, unit in enumerate(dict.fromkeys(spec.unit for spec in specs))}
-    kinds: dict[
-        tuple[str, bool, bool, bool], list[ParamSpec]
-    ] = {}  # what lies in one flat buffer, in backward order
+    first = {unit: place for place, unit in enumerate(dict.fromkeys(spec.unit for spec in specs))}
+    # What lies in one flat buffer, in backward order.
+    kinds: dict[tuple[str, bool, bool, bool], list[ParamSpec]] = {}
     for spec in reversed(specs):
         kinds.setdefault((spec.dtype, spec.trained, spec.expert, spec.shared), []).append(spec)
     layouts = []
     for (dtype, trained, _, shared), backward in kinds.items():
-        if by_unit:
-            backward.sort(key=lambda spec: -units[spec.unit])
         buckets: list[Bucket] = []
         slots: list[Slot] = []
         start = 0
-        for index, members in enumerate(_cut(backward, limit, by_unit=by_unit)):
+        backward.sort(key=lambda spec: -first[spec.unit])
+        for unit, of_unit in itertools.groupby(backward, key=lambda spec: spec.unit):
+            members, index = list(of_unit), len(buckets)
             placed, part = (_in_a_row if placement == "flat" else _atomic)(members, dp_size)
             slots += [Slot(spec.name, spec.group, index, start + at, spec.numel) for at, spec in placed]
-            names, own = (spec.name for spec in members), dict.fromkeys(spec.unit for spec in members)
-            buckets.append(Bucket(index, start, start + part * dp_size, tuple(names), tuple(own)))
+            names = tuple(spec.name for spec in members)
+            buckets.append(Bucket(index, start, start + part * dp_size, names, unit))
             start = buckets[-1].end
         layouts.append(FlatLayout(dtype, dp_size, start, tuple(buckets), tuple(slots), trained, shared))
     return tuple(layouts)
-
-
-def _cut(specs: Sequence[ParamSpec], limit: int, *, by_unit: bool) -> list[list[ParamSpec]]:
-    """Close a bucket when it has reached `limit` elements; by_unit: only where a unit ends."""
-    buckets: list[list[ParamSpec]] = []
-    size = 0
-    for spec in specs:
-        inside_unit = by_unit and bool(buckets) and buckets[-1][-1].unit == spec.unit
-        if not buckets or (size >= limit and not inside_unit):
-            buckets.append([])
-            size = 0
-        buckets[-1].append(spec)
-        size += spec.numel
-    return buckets
 
 
 def _in_a_row(specs: Sequence[ParamSpec], dp_size: int) -> tuple[list[tuple[int, ParamSpec]], int]:

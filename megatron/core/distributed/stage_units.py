@@ -3,10 +3,6 @@
 A model of ours declares its units and the order of their accesses (`MegatronModule`). Of other models
 --fsdp-unit-modules names units, which run in the order in which they are registered; all else of a chunk is always in
 use, in units of its own, in one without the flag.
-
-[Note: merged units] Where gradients stay whole for a step (no_shard, optim), units that complete them one after the
-other are merged until they have the size of a bucket: one long collective instead of several short ones. The plan knows
-only merged units then.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -22,31 +18,12 @@ from megatron.core.distributed.bucket_memory import num_bytes
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import MegatronModule, ModelUnit
+from megatron.core.module import MegatronModule, ModelChunks, ModelUnit
+from megatron.core.pipeline_parallel.plan.held import accesses
+from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, Row, distinct
 from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts
 from megatron.core.sharding_table import Sharding, ShardOver
-from megatron.core.units import Unit, UnitModule, derive_units, find_units, matched_units
-
-Row = tuple[Access, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkUnits:
-    """A chunk's accesses, of the forward and of the backward, by numbers of the rank's units."""
-
-    forward: Row
-    backward: Row
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Its units; a unit's place here is its number in the chunk."""
-        return _distinct(itertools.chain(*self.forward, *self.backward))
-
-    def renumbered(self, numbers: Mapping[int, int]) -> ChunkUnits:
-        """With other numbers for units; those without one are left out, and accesses one after the other of the same
-        units are one."""
-        return ChunkUnits(_renumbered(self.forward, numbers), _renumbered(self.backward, numbers))
+from megatron.core.units import Unit, UnitModule, derive_units, find_units, matched_units, whole_unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +36,16 @@ class EngineUnits:
     @property
     def backward_order(self) -> tuple[int, ...]:
         """In which order backwards leave them for the last time: the last chunk first."""
-        passed = [unit for chunk in reversed(self.chunks) for unit in _by_last_use(chunk.backward)]
-        return _distinct(reversed(passed))[::-1]
+        passed = [unit for chunk in reversed(self.chunks) for unit in chunk.completed]
+        return distinct(reversed(passed))[::-1]
 
     @property
     def lasting(self) -> frozenset[int]:
         """Those that are in use several times in a computation, or together with others: they cannot take turns."""
         rows = [row for chunk in self.chunks for row in (chunk.forward, chunk.backward)]
         several = {unit for row in rows for unit, n in Counter(itertools.chain(*row)).items() if n > 1}
-        return frozenset(
-            several | {unit for row in rows for access in row if len(access) > 1 for unit in access}
-        )
+        together = {unit for row in rows for access in row if len(access) > 1 for unit in access}
+        return frozenset(several | together)
 
     def stages(self, costs: Sequence[UnitCosts]) -> tuple[StageUnits, ...]:
         """For a plan, by chunk. costs: of each unit. Whether the backward reads its weights, and what its further uses
@@ -77,42 +53,57 @@ class EngineUnits:
         held: set[int] = set()
         stages = []
         for chunk in self.chunks:
-            units = []
-            for number in chunk.numbers:
-                again = dataclasses.replace(costs[number], backward_reads=True, extra_grad_bytes=0)
-                units.append(again if number in held else costs[number])
-            accesses = chunk.renumbered({number: place for place, number in enumerate(chunk.numbers)})
-            stages.append(StageUnits(tuple(units), accesses.forward, accesses.backward))
-            held.update(chunk.numbers)
+            numbers = chunk.numbers
+            again = {
+                number: dataclasses.replace(costs[number], backward_reads=True, extra_grad_bytes=0)
+                for number in held.intersection(numbers)
+            }
+            rows = chunk.renumbered({number: place for place, number in enumerate(numbers)})
+            units = tuple(again.get(number, costs[number]) for number in numbers)
+            stages.append(StageUnits(units, rows.forward, rows.backward))
+            held.update(numbers)
         return tuple(stages)
+
+    def merged(self, numel: Sequence[int], limit: int) -> EngineUnits:
+        """With units of at least `limit` elements, as `merged_groups` has them. numel: of each unit."""
+        groups = accesses.merged_groups(self.chunks, numel, limit)
+        units = []
+        for index, group in enumerate(groups):
+            members = [self.units[number] for number in group]
+            units.append(
+                dataclasses.replace(
+                    members[0],
+                    index=index,
+                    name=accesses.merged_name([one.name for one in members]),
+                    modules=tuple(module for one in members for module in one.modules),
+                    names=tuple(name for one in members for name in one.names),
+                    backward_reads=any(one.backward_reads for one in members),
+                    begins_with_lookup=all(one.begins_with_lookup for one in members),
+                )
+            )
+        return EngineUnits(tuple(units), tuple(chunk.merged(groups) for chunk in self.chunks))
 
 
 def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
     """Its bytes in a buffer, padding included. shard_bytes: without the optimizer's moments."""
-    buckets, extra = buffer.buckets_of_unit(unit.name), buffer.extra_grads
+    buckets, extra, sharding = buffer.buckets_of_unit(unit.name), buffer.extra_grads, buffer.sharding
     trained = [bucket for bucket in buckets if bucket.trained]
-    arenas = [buffer.arenas[one.arena] for one in trained]
-    own = [
-        one.main_weights
-        for one, arena in zip(trained, arenas, strict=True)
-        if arena.own_main_weights is not None
-    ]
-    scattered = buffer.sharding.optimizer is ShardOver.FULL
+    rest = [one.weights for one in buckets if not one.gathers_from_main] + [one.main_grads for one in trained]
+    rest += [one.main_weights for one in trained if one.main_weights is not one.optimizer_weights]
+    keys = [key for name in unit.names for key in buffer.param_meta[name].grad_keys if key in extra]
+    scattered = sharding.optimizer is ShardOver.FULL
     # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.
-    shared = [arena.layout.shared for arena in arenas]
-    later = buffer.sharding.main_grads is ShardOver.NONE and any(shared) and not all(shared)
+    shared = {buffer.arenas[one.arena].layout.shared for one in trained}
+    later = sharding.main_grads is ShardOver.NONE and len(shared) == 2
     return UnitCosts(
         unit.name,
         weight_bytes=num_bytes(bucket.full_weights for bucket in buckets),
         grad_bytes=num_bytes(bucket.full_grads for bucket in trained),
-        extra_grad_bytes=num_bytes(
-            extra[key] for name in unit.names for key in buffer.param_meta[name].grad_keys if key in extra
-        ),
-        shard_bytes=num_bytes(one.weights for one in buckets if not one.gathers_from_main)
-        + num_bytes([*own, *(one.main_grads for one in trained)]),
+        extra_grad_bytes=num_bytes(extra[key] for key in keys),
+        shard_bytes=num_bytes(rest),
         outer_grad_bytes=num_bytes(one.main_grads if scattered else one.optimizer_grads for one in trained),
         outer_weight_bytes=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
-        reduce_calls=len(trained) if buffer.sharding.optimizer is ShardOver.NONE else 1 + later,
+        reduce_calls=len(trained) if sharding.optimizer is ShardOver.NONE else 1 + later,
         outer_calls=1 + later if scattered else len(trained),
         backward_reads=unit.backward_reads,
         begins_with_lookup=unit.begins_with_lookup,
@@ -131,18 +122,14 @@ def find_engine_units(
 
     Raises ModelError as that does, ValueError for sizes that make no bucket.
     """
-    parameters = chunks.parameters
-    frozen = [name for name, p in parameters.items() if not p.requires_grad]
-    without = frozen if sharding.weights is ShardOver.NONE else []
+    trained = {name: p.numel() for name, p in chunks.parameters.items() if p.requires_grad}
+    without = chunks.parameters.keys() - trained if sharding.weights is ShardOver.NONE else ()
     found = find_units_of(chunks, declared, config.fsdp_unit_modules or (), without=without)
     if sharding.main_grads is not ShardOver.NONE:
         return found
-    numel = [
-        sum(parameters[name].numel() for name in unit.names if name not in frozen) for unit in found.units
-    ]
-    return merged(
-        found, numel, bucket_size_of(sum(numel), dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
-    )
+    numel = [sum(trained.get(name, 0) for name in unit.names) for unit in found.units]
+    limit = bucket_size_of(sum(numel), dp_size, config.ddp_bucket_size, config.ddp_num_buckets)
+    return found.merged(numel, limit)
 
 
 def find_units_of(
@@ -158,24 +145,25 @@ def find_units_of(
     Raises ModelError where a word matches nothing, or where a parameter of a chunk is in two units.
     """
     inside = [{id(one) for one in module.modules()} for module in chunks.modules]
-    given, silent = (
-        (declared, set[int]()) if declared is not None else _declared(chunks, inside, unit_modules)
-    )
-    units = find_units(chunks.modules, chunks.parameters, given, None)
+    silent: set[int] = set()
+    if declared is None:
+        declared, silent = _declared(chunks, inside, unit_modules)
+    units = find_units(chunks.modules, chunks.parameters, declared, None)
     number_of = {id(module): unit.index for unit in units for module in unit.modules}
     heard = {one: number for one, number in number_of.items() if one not in silent}
     owner = {name: unit.index for unit in units for name in unit.names}
-    known = [unit for unit in given if id(unit.modules[0]) in number_of]  # those that have parameters
-    called = {unit.name: number_of[id(unit.modules[0])] for unit in reversed(known)}
+    # By declared name, those that have parameters: of one name a chunk's own goes first, then the first declared.
+    called = [(unit.name, id(unit.modules[0])) for unit in declared if id(unit.modules[0]) in number_of]
+    everywhere = {name: number_of[one] for name, one in reversed(called)}
     found = []
     for module, names, within in zip(chunks.modules, chunks.names_of, inside, strict=True):
-        own = {unit.name: number_of[id(unit.modules[0])] for unit in known if id(unit.modules[0]) in within}
+        own = {name: number_of[one] for name, one in called if one in within}
         told = module.unit_accesses() if isinstance(module, MegatronModule) and own else None
         if told is None:
             forward = _as_registered(module, heard, {*own.values(), *(owner[name] for name in names)})
             found.append(ChunkUnits(forward, forward[::-1]))
         else:
-            here = called | own
+            here = everywhere | own
             rows = (
                 tuple(tuple(here[name] for name in access if name in here) for access in row)
                 for row in (told.forward, told.backward)
@@ -189,41 +177,6 @@ def find_units_of(
     )
 
 
-def merged(found: EngineUnits, numel: Sequence[int], limit: int) -> EngineUnits:
-    """With units of at least `limit` elements, as far as neighbours in the backward are there to be merged. numel: of
-    each unit. What several chunks need stays a unit of its own. See [Note: merged units]."""
-    counts = Counter(number for chunk in found.chunks for number in chunk.numbers)
-    groups: list[list[int]] = [[number] for number, n in counts.items() if n > 1]
-    for chunk in found.chunks:
-        own: list[list[int]] = []
-        for number in (number for number in _by_last_use(chunk.backward) if counts[number] == 1):
-            if not own or sum(numel[one] for one in own[-1]) >= limit:
-                own.append([])
-            own[-1].append(number)
-        groups += own
-    groups = sorted(sorted(group) for group in groups)
-    units = []
-    for index, group in enumerate(groups):
-        members = [found.units[number] for number in group]
-        first, last = members[0], members[-1]
-        units.append(
-            dataclasses.replace(
-                first,
-                index=index,
-                name=first.name if len(group) == 1 else f"{first.name}..{last.name}",
-                modules=tuple(module for one in members for module in one.modules),
-                names=tuple(name for one in members for name in one.names),
-                backward_reads=any(one.backward_reads for one in members),
-                begins_with_lookup=all(one.begins_with_lookup for one in members),
-            )
-        )
-    numbers = {number: index for index, group in enumerate(groups) for number in group}
-    chunks = (chunk.renumbered(numbers) for chunk in found.chunks)
-    return EngineUnits(
-        tuple(units), tuple(ChunkUnits(_told_apart(one.forward), _told_apart(one.backward)) for one in chunks)
-    )
-
-
 def _declared(
     chunks: ModelChunks, inside: Sequence[Collection[int]], unit_modules: Sequence[UnitModule]
 ) -> tuple[list[ModelUnit], set[int]]:
@@ -234,7 +187,9 @@ def _declared(
     """
     own = [module.units() if isinstance(module, MegatronModule) else None for module in chunks.modules]
     plain = [module for module, units in zip(chunks.modules, own, strict=True) if units is None]
-    derived = derive_units(plain, unit_modules, one_rest=not unit_modules) if plain else ()
+    derived = (
+        derive_units(plain, unit_modules) if plain and unit_modules else [whole_unit(one) for one in plain]
+    )
     found: list[ModelUnit] = []
     for within, units in zip(inside, own, strict=True):
         found += units if units is not None else [one for one in derived if id(one.modules[0]) in within]
@@ -245,41 +200,16 @@ def _declared(
 def _as_registered(module: nn.Module, number_of: Mapping[int, int], needed: set[int]) -> Row:
     """Accesses in the order in which modules are registered; what lies around a unit is in use with it. needed: all
     units of the chunk; those that no module tells of are in use from its beginning to its end."""
-    accesses: list[Access] = []
+    found: list[Access] = []
 
     def visit(one: nn.Module, around: Access) -> None:
         number = number_of.get(id(one))
         if number is not None:
-            around = _distinct((*around, number))
-            accesses.append(around)
+            around = distinct((*around, number))
+            found.append(around)
         for child in one.children():
             visit(child, around)
 
     visit(module, ())
-    silent = tuple(sorted(needed.difference(*accesses)))
-    return tuple((*silent, *access) for access in accesses) or ((silent,) if silent else ())
-
-
-def _renumbered(row: Row, numbers: Mapping[int, int]) -> Row:
-    others = (_distinct(numbers[unit] for unit in access if unit in numbers) for access in row)
-    return tuple(access for access, _ in itertools.groupby(access for access in others if access))
-
-
-def _told_apart(row: Row) -> Row:
-    """Of merged units nobody hears where one access of a unit ends and another of it, with more units, begins."""
-    accesses: list[Access] = []
-    for access in row:
-        if accesses and (set(access) <= set(accesses[-1]) or set(access) >= set(accesses[-1])):
-            accesses[-1] = _distinct((*accesses[-1], *access))
-        else:
-            accesses.append(access)
-    return tuple(accesses)
-
-
-def _distinct(units: Iterable[int]) -> Access:
-    return tuple(dict.fromkeys(units))
-
-
-def _by_last_use(row: Row) -> list[int]:
-    last = {unit: place for place, access in enumerate(row) for unit in access}
-    return sorted(last, key=last.__getitem__)
+    silent = tuple(sorted(needed.difference(*found)))
+    return tuple((*silent, *access) for access in found) or ((silent,) if silent else ())

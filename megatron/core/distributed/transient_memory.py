@@ -9,6 +9,7 @@ reads freed memory; `released_tensors.py` finds those.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 
-CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra"}  # of the memory tracker, by role
+# Of the memory tracker, by role.
+CATEGORY = {"weights": "gathered", "grads": "grads", "extra": "extra", "rest": "main_grads"}
+_BOUNDARY = 256  # bytes; where a tensor in a slot begins: any kernel is content with it
 
 
 def own_storage(role: str, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,8 +45,7 @@ def with_memory(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class AllocatedMemory:
-    """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library. Roles are "weights",
-    "grads" and "extra"."""
+    """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library. Roles: see `CATEGORY`."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
@@ -100,9 +102,7 @@ class DoubleBuffer(AllocatedMemory):
             return super().new(role, unit, numel, dtype, device)
         if slot not in self._storages:
             self._storages[slot] = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        start = (
-            -(-self._used_bytes.get((role, unit), 0) // 256) * 256
-        )  # a boundary that any kernel is content with
+        start = math.ceil(self._used_bytes.get((role, unit), 0) / _BOUNDARY) * _BOUNDARY
         end = start + numel * dtype.itemsize
         self._used_bytes[role, unit] = end
         self._slot_bytes[slot] = max(self._slot_bytes.get(slot, 0), end)
@@ -121,9 +121,7 @@ class DoubleBuffer(AllocatedMemory):
             super().acquire(role, unit, tensors)
             return
         other = self._held_by.setdefault(slot, unit)
-        if (
-            other != unit
-        ):  # parameters and accumulators are views of the slot: there is no other memory for them
+        if other != unit:  # parameters and accumulators are views of the slot, and of no other
             raise ModelError(
                 f"--fsdp-double-buffer: unit {unit!r} needs its slot for {CATEGORY[role]} {role} while unit {other!r} "
                 "still uses it: units take the slots in turns, in the order in which they are registered, and these "
@@ -171,31 +169,24 @@ class RestingGrads:
     """
 
     def __init__(self, unit: str, grads: Iterable[Tensor], tracker: MemoryTracker) -> None:
-        self._unit = unit
-        self._storages = [tensor.untyped_storage() for tensor in grads]
-        self._bytes = [storage.nbytes() for storage in self._storages]
-        self._tracker = tracker
+        self._unit, self._grads, self._memory = unit, tuple(grads), AllocatedMemory(tracker)
         self._views: list[int] | None = None  # references to each storage when the first step began
         self._held = True
-        tracker.hold("main_grads", unit, sum(self._bytes))
+        tracker.hold("main_grads", unit, sum(grad.nbytes for grad in self._grads))
 
     def release(self) -> None:
         """What they hold is of no more use."""
+        storages = [grad.untyped_storage() for grad in self._grads]
         # How many tensors share each storage (torch keeps no public word for it).
-        views = [int(torch._C._storage_Use_Count(storage._cdata)) for storage in self._storages]
-        if self._views is None:
-            self._views = views
-        pinned = not all(storage.resizable() for storage in self._storages)
+        views = [int(torch._C._storage_Use_Count(storage._cdata)) for storage in storages]
+        self._views = views if self._views is None else self._views
+        pinned = not all(storage.resizable() for storage in storages)
         if self._held and not pinned and all(now <= old for now, old in zip(views, self._views, strict=True)):
-            for storage in self._storages:
-                storage.resize_(0)
-            self._tracker.free("main_grads", self._unit, sum(self._bytes))
+            self._memory.release("rest", self._unit, self._grads)
             self._held = False
 
     def hold(self) -> None:
         """They have memory on return; their values are anything."""
         if not self._held:
-            for storage, num_bytes in zip(self._storages, self._bytes, strict=True):
-                storage.resize_(num_bytes)
-            self._tracker.hold("main_grads", self._unit, sum(self._bytes))
+            self._memory.acquire("rest", self._unit, self._grads)
             self._held = True

@@ -14,9 +14,8 @@ nor on the number of ranks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import BufferSpan
 from megatron.core.optimizer.inverse_update import undo_adamw, undo_sgd
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup, build_param_groups
 
 # Elements: a multiple of what any CPU's vectors hold, and of the cache lines that threads share work by.
 VECTOR = 64
@@ -37,6 +35,22 @@ Batches = Iterable[tuple[Mapping[int, Tensor], bool]]
 def vector_of(device: torch.device) -> int:
     """Elements that slices are multiples of. CUDA's kernels treat all elements alike."""
     return VECTOR if device.type == "cpu" else 1
+
+
+class ParamGroup(TypedDict):
+    """One of torch's parameter groups, with what the scheduler needs to set its `lr` and `weight_decay`.
+
+    wd_mult: 1.0, or 0.0 where nothing decays. decoupled: max_lr and min_lr are --decoupled-lr's.
+    """
+
+    params: list[nn.Parameter]
+    name: str
+    lr: float
+    weight_decay: float
+    wd_mult: float
+    max_lr: float
+    min_lr: float
+    decoupled: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,39 +67,42 @@ class FlatSlice:
     main_weights: Tensor
     moments: Mapping[str, Tensor]
 
+    def grads(self, by_bucket: Mapping[int, Tensor]) -> Tensor | None:
+        """This slice's, of gradients by the buckets' identity; None where its bucket is not among these."""
+        found = by_bucket.get(id(self.bucket))
+        return None if found is None else found[self.start : self.end]
+
 
 class UnalignedTails:
     """The tails of the slices of one group in one arena, as one parameter of torch's optimizer, which holds no memory
-    between steps. weights: views of what is updated. moments: name -> views of theirs."""
+    between steps."""
 
-    def __init__(
-        self, group: str, weights: Sequence[Tensor], moments: Mapping[str, Sequence[Tensor]]
-    ) -> None:
-        assert weights, f"no tails of group {group!r}"
-        self.group, self._weights, self._moments = group, list(weights), moments
-        self._sizes = [view.numel() for view in weights]
-        self._empty = weights[0].new_empty(0)
+    def __init__(self, pieces: Sequence[FlatSlice]) -> None:
+        assert pieces, "no tails of any group"
+        self.pieces, self.group = pieces, pieces[0].group
+        self._sizes = [piece.main_weights.numel() for piece in pieces]
+        self._empty = pieces[0].main_weights.new_empty(0)
         self.parameter = nn.Parameter(self._empty)
 
     def gather(self, grads: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Fill the parameter and its gradient; returns its moments. grads: as the weights."""
-        self.parameter.data = self._filled(self._weights)
+        """Fill the parameter and its gradient; returns its moments. grads: of the pieces."""
+        self.parameter.data = self._filled([piece.main_weights for piece in self.pieces])
         self.parameter.grad = self._filled(grads)
-        return {name: self._filled(views) for name, views in self._moments.items()}
+        names = self.pieces[0].moments
+        return {name: self._filled([piece.moments[name] for piece in self.pieces]) for name in names}
 
     @torch.no_grad()
     def scatter(self, moments: Mapping[str, Tensor]) -> None:
         """Put what was updated back to where it came from, and forget it."""
-        updated = [(self._weights, self.parameter.data)]
-        updated += [(list(views), moments[name]) for name, views in self._moments.items()]
+        updated = [([piece.main_weights for piece in self.pieces], self.parameter.data)]
+        updated += [([piece.moments[name] for piece in self.pieces], flat) for name, flat in moments.items()]
         for views, flat in updated:
             torch._foreach_copy_(views, list(flat[: sum(self._sizes)].split(self._sizes)))
         self.parameter.grad, self.parameter.data = None, self._empty
 
     @torch.no_grad()
     def _filled(self, views: Sequence[Tensor]) -> Tensor:
-        numel = sum(self._sizes)
-        return torch.cat([*views, self._empty.new_zeros(math.ceil(numel / VECTOR) * VECTOR - numel)])
+        return torch.cat([*views, self._empty.new_zeros(-sum(self._sizes) % VECTOR)])
 
 
 class FlatUpdate:
@@ -96,13 +113,9 @@ class FlatUpdate:
     """
 
     def __init__(self, config: OptimizerConfig, buffer: FlatBuffer, device: torch.device) -> None:
-        self._config = config
-        names: tuple[str, ...] = (
-            "exp_avg",
-            "exp_avg_sq",
-        )  # torch's, of one tensor each as large as the weights
-        if config.optimizer != "adam":
-            names = ("momentum_buffer",) if config.sgd_momentum else ()
+        self._config, adam = config, config.optimizer == "adam"
+        # torch's, of one tensor each as large as the weights
+        names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * (config.sgd_momentum != 0)
         numels = [buffer.optimizer_numel(arena) if arena.trained else 0 for arena in buffer.arenas]
         self.moments = {
             moment: tuple(
@@ -123,28 +136,26 @@ class FlatUpdate:
                 tail = self._slice(memory, span.group, first, middle, end)
                 tails.setdefault((memory.arena, span.group), []).append(tail)
         self._slices = [(piece, nn.Parameter(piece.main_weights)) for piece in bodies]
-        self._tails = [
-            (
-                UnalignedTails(
-                    group,
-                    [one.main_weights for one in pieces],
-                    {moment: [one.moments[moment] for one in pieces] for moment in self.moments},
-                ),
-                pieces,
-            )
-            for (_, group), pieces in tails.items()
-        ]
+        self._tails = [UnalignedTails(pieces) for pieces in tails.values()]
         parameters = [(piece.group, parameter) for piece, parameter in self._slices]
-        parameters += [(one.group, one.parameter) for one, _ in self._tails]
+        parameters += [(one.group, one.parameter) for one in self._tails]
         self._torch: torch.optim.Optimizer | None = None
         self.param_groups: list[ParamGroup] = []
         self._steps = [torch.zeros((), dtype=torch.float32, device=device) for _ in parameters]
         if parameters:
-            self._torch = _torch_optimizer(config, build_param_groups(config, buffer, parameters))
+            groups = build_param_groups(config, buffer, parameters)
+            params = cast(list[dict[str, Any]], groups)
+            if (
+                adam
+            ):  # decays decoupled (AdamW); SGD adds the decay to the gradient. The groups hold lr and decay.
+                betas = (config.adam_beta1, config.adam_beta2)
+                self._torch = torch.optim.AdamW(params, betas=betas, eps=config.adam_eps, fused=True)
+            else:
+                self._torch = torch.optim.SGD(params, momentum=config.sgd_momentum, fused=True)
             self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
             # torch's state from before the first step: step counts, and views of our moments; tails get theirs in it.
             for (_, parameter), step in zip(parameters, self._steps, strict=True):
-                self._torch.state[parameter] = {"step": step} if config.optimizer == "adam" else {}
+                self._torch.state[parameter] = {"step": step} if adam else {}
             for piece, parameter in self._slices:
                 self._torch.state[parameter].update(piece.moments)
 
@@ -166,28 +177,22 @@ class FlatUpdate:
             return
         tails_of: dict[int, Tensor] = {}  # gradients of tails, which are updated together, by slice
         for grads, is_last in batches:
-            self._set_grads(grads, tails_of, copied=not is_last)
+            for piece, parameter in self._slices:
+                parameter.grad = piece.grads(grads)
+            for piece in (piece for tails in self._tails for piece in tails.pieces):
+                if (tail := piece.grads(grads)) is not None:
+                    tails_of[id(piece)] = tail if is_last else tail.clone()
             del grads  # a temporary may be freed
             if is_last:
-                for tails, pieces in self._tails:
-                    gathered = tails.gather([tails_of[id(piece)] for piece in pieces])
+                for tails in self._tails:
+                    gathered = tails.gather([tails_of[id(piece)] for piece in tails.pieces])
                     self._torch.state[tails.parameter].update(gathered)
             self._torch.step()
             for _, parameter in self._slices:
                 parameter.grad = None
-        for tails, _ in self._tails:
+        for tails in self._tails:
             state = self._torch.state[tails.parameter]
             tails.scatter({moment: state.pop(moment) for moment in self.moments})
-
-    def _set_grads(self, grads: Mapping[int, Tensor], tails_of: dict[int, Tensor], *, copied: bool) -> None:
-        """Of these buckets: slices get theirs, tails_of those of tails. copied: these outlive the batch."""
-        for piece, parameter in self._slices:
-            if (found := grads.get(id(piece.bucket))) is not None:
-                parameter.grad = found[piece.start : piece.end]
-        for piece in (piece for _, pieces in self._tails for piece in pieces):
-            if (found := grads.get(id(piece.bucket))) is not None:
-                tail = found[piece.start : piece.end]
-                tails_of[id(piece)] = tail.clone() if copied else tail
 
     def undo(self, batches: Batches, num_steps: int) -> None:
         """Take the last update back, by arithmetic: see inverse_update, [Note: what is lost].
@@ -197,21 +202,16 @@ class FlatUpdate:
         config = self._config
         rates = {group["name"]: (group["lr"], group["weight_decay"]) for group in self.param_groups}
         pieces = [piece for piece, _ in self._slices]
-        pieces += [piece for _, of_group in self._tails for piece in of_group]
-        for grads, _ in batches:
-            for piece in (piece for piece in pieces if id(piece.bucket) in grads):
-                grad, (lr, decay) = grads[id(piece.bucket)][piece.start : piece.end], rates[piece.group]
-                weights, moments = piece.main_weights, list(piece.moments.values())
-                if config.optimizer == "adam":
-                    undo_adamw(
-                        weights, (moments[0], moments[1]), grad, lr=lr, weight_decay=decay,
-                        betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, num_steps=num_steps,
-                    )  # fmt: skip
-                else:
-                    undo_sgd(
-                        weights, moments[0] if moments else None, grad, lr=lr, weight_decay=decay,
-                        momentum=config.sgd_momentum, num_steps=num_steps,
-                    )  # fmt: skip
+        pieces += [piece for tails in self._tails for piece in tails.pieces]
+        adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+        rest = adam if config.optimizer == "adam" else {"momentum": config.sgd_momentum}
+        undone = undo_adamw if config.optimizer == "adam" else undo_sgd
+        for by_bucket, _ in batches:
+            for piece in pieces:
+                if (grads := piece.grads(by_bucket)) is not None:
+                    lr, decay = rates[piece.group]
+                    state = piece.main_weights, tuple(piece.moments.values())
+                    undone(*state, grads, lr=lr, weight_decay=decay, num_steps=num_steps, **rest)
         if config.optimizer == "adam":
             self.set_num_steps(num_steps - 1)
 
@@ -242,10 +242,31 @@ def _spans(buffer: FlatBuffer) -> Iterator[tuple[BucketMemory, BufferSpan, int]]
             yield memory_of[index, span.bucket], span, first
 
 
-def _torch_optimizer(config: OptimizerConfig, groups: list[ParamGroup]) -> torch.optim.Optimizer:
-    """Adam decays decoupled (AdamW); SGD adds the decay to the gradient. The groups hold lr and decay."""
-    params = cast(list[dict[str, Any]], groups)
-    if config.optimizer == "adam":
-        betas = (config.adam_beta1, config.adam_beta2)
-        return torch.optim.AdamW(params, betas=betas, eps=config.adam_eps, fused=True)
-    return torch.optim.SGD(params, momentum=config.sgd_momentum, fused=True)
+def build_param_groups(
+    config: OptimizerConfig, buffer: FlatBuffer, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> list[ParamGroup]:
+    """One group for each kind of parameter that the buffer holds, in order of first use in the model. parameters: of
+    torch's optimizer, by the layout's group.
+
+    Biases and 1-D parameters never decay (`ParamMeta.decay`). `--decoupled-lr` applies to the word embeddings and the
+    output layer only (`ParamMeta.embedding_or_output`), as in Megatron: learned positions have the ordinary rate.
+    """
+    groups: dict[str, ParamGroup] = {}
+    floor = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+    for meta in (buffer.param_meta[name] for name in buffer.names):
+        max_lr, min_lr, wd_mult = config.lr, config.min_lr, 1.0 if meta.decay else 0.0
+        if decoupled := meta.embedding_or_output and config.decoupled_lr is not None:
+            max_lr, min_lr = config.decoupled_lr or 0.0, floor
+        groups[meta.group] = ParamGroup(
+            params=[],
+            name=meta.group,
+            lr=max_lr,
+            weight_decay=config.weight_decay * wd_mult,
+            wd_mult=wd_mult,
+            max_lr=max_lr,
+            min_lr=min_lr,
+            decoupled=decoupled,
+        )
+    for key, parameter in parameters:
+        groups[key]["params"].append(parameter)
+    return list(groups.values())

@@ -16,7 +16,7 @@ the first stage that holds the parameter (tied embeddings are on two), and the f
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,9 @@ from torch import Tensor
 
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
-from megatron.core.param_meta import Region
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
-
-_Key = tuple[str, tuple[int, ...]]  # of a region: its parameter, its offset
 
 
 class _Held(NamedTuple):
@@ -41,6 +38,10 @@ class _Held(NamedTuple):
     order: int
     offset: tuple[int, ...]
     copies: int
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return self.name, self.offset
 
 
 class GlobalNormIndex:
@@ -59,45 +60,32 @@ class GlobalNormIndex:
         self._group = ps.world_group if self.over_world else ps.mp_group
         self._num_parts = buffer.place.dp_size if self.over_world else 1
         regions = [
-            (name, order, region)
-            for order, name in enumerate(buffer.names)
-            for region in buffer.param_meta[name].parts
-        ]
-        mine = [
-            _Held(name, buffer.stage_of(name), buffer.param_meta[name].shared, order, one.offset, one.copies)
-            for name, order, one in regions
+            (_Held(name, buffer.stage_of(name), meta.shared, order, region.offset, region.copies), region)
+            for order, (name, meta) in enumerate((name, buffer.param_meta[name]) for name in buffer.names)
+            for region in meta.parts
         ]
         everyone = [
             [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in rank]
-            for rank in host_data.all_gather_json(mine, self._mp_group)
+            for rank in host_data.all_gather_json([held for held, _ in regions], self._mp_group)
         ]
         first = _first_stages([held for rank in everyone for held in rank])
-        places = {
-            (held.name, held.offset): (held.stage, held.order, held.offset)
-            for rank in reversed(everyone)
-            for held in rank
-            if held.stage == first[held.name]
-        }
-        index: dict[_Key, int] = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
-        self.size = len(index)
-        self.of_earlier_stages = frozenset(held.name for held in mine if held.stage != first[held.name])
 
-        def owns(held: _Held, tp_rank: int) -> bool:
+        def owns(held: _Held, rank: int) -> bool:
+            tp_rank = ps.grid.coordinates(rank)["tp"]
             return held.stage == first[held.name] and tp_rank % held.copies == 0
 
-        tp_ranks = [ps.grid.coordinates(rank)["tp"] for rank in self._mp_group.ranks]
-        owners = collections.Counter(
-            (held.name, held.offset)
-            for rank, tp_rank in zip(everyone, tp_ranks, strict=True)
-            for held in rank
-            if owns(held, tp_rank)
-        )
+        of_first = [held for rank in reversed(everyone) for held in rank if held.stage == first[held.name]]
+        places = {held.key: (held.stage, held.order, held.offset) for held in of_first}
+        index = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
+        self.size = len(index)
+        self.of_earlier_stages = frozenset(held.name for held, _ in regions if held.stage != first[held.name])
+        ranks = zip(everyone, self._mp_group.ranks, strict=True)
+        owners = collections.Counter(held.key for told, rank in ranks for held in told if owns(held, rank))
         wrong = {key: owners[key] for key in index if owners[key] != 1}  # a region with two would count twice
         assert not wrong, f"regions by number of owners, where it is not 1 (Region.copies?): {wrong}"
-        self._held = [(index[held.name, held.offset], held.name) for held in mine]
-        own = [n for n, held in enumerate(mine) if owns(held, ps.tp_rank)]
-        self.owned: list[tuple[str, Region]] = [(regions[n][0], regions[n][2]) for n in own]
-        positions = [self._held[n][0] for n in own]
+        own = [(held, region) for held, region in regions if owns(held, ps.rank)]
+        self.owned = [(held.name, region) for held, region in own]
+        positions = [index[held.key] for held, _ in own]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=self._device)
 
     def place(self, rows: Sequence[Tensor]) -> Tensor:
@@ -116,11 +104,6 @@ class GlobalNormIndex:
         collectives.all_reduce(full, self._group)
         values: list[list[float]] = full.tolist()  # sync: figures that the host decides on
         return values
-
-    def names_at(self, positions: Iterable[int]) -> tuple[str, ...]:
-        """This rank's parameters that hold one of these regions, in its own order."""
-        wanted = set(positions)
-        return tuple(dict.fromkeys(name for position, name in self._held if position in wanted))
 
 
 def _first_stages(everyone: Sequence[_Held]) -> dict[str, int]:

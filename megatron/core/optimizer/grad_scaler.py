@@ -22,53 +22,33 @@ class GradScalerStateError(ValueError):
 
 @dataclasses.dataclass
 class GradScaler:
-    """A constant scale; 1.0 where nothing is scaled.
+    """A constant scale, 1.0 where nothing is scaled; or with `dynamic` one as large as the gradients allow.
 
-    dynamic: whether a non-finite step is an ordinary event that lowers the scale (and is skipped), not an accident.
+    dynamic: a non-finite step is an ordinary event that lowers the scale (and is skipped), not an accident. Every such
+    step spends one of `hysteresis`; once they are spent, each further one halves the scale (not below min_scale).
+    `window` clean steps in a row double it and give the budget back.
     """
 
     scale: float = 1.0
-    dynamic = False
-
-    @property
-    def at_minimum(self) -> bool:
-        """A non-finite step would leave the scale as it is."""
-        return not self.dynamic
-
-    def update(self, nonfinite: bool) -> None:
-        """After every step, skipped ones included."""
-
-    def state(self) -> dict[str, Any]:
-        return {"scale": self.scale}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """A constant scale is what the flags say, whatever an earlier run used."""
-
-
-@dataclasses.dataclass
-class DynamicGradScaler(GradScaler):
-    """As large as the gradients allow.
-
-    Every non-finite step spends one of `hysteresis`; once they are spent, each further one halves the scale
-    (not below min_scale). `window` clean steps in a row double it and give the budget back.
-    """
-
-    scale: float = 2.0**32
     min_scale: float = 1.0
     window: int = 1000
     hysteresis: int = 2
+    dynamic: bool = False
     clean_steps: int = 0
     budget: int = dataclasses.field(init=False)
-    dynamic = True
 
     def __post_init__(self) -> None:
         self.budget = self.hysteresis
 
     @property
     def at_minimum(self) -> bool:
-        return self.scale <= self.min_scale
+        """A non-finite step would leave the scale as it is."""
+        return not self.dynamic or self.scale <= self.min_scale
 
     def update(self, nonfinite: bool) -> None:
+        """After every step, skipped ones included."""
+        if not self.dynamic:
+            return
         self.clean_steps = 0 if nonfinite else self.clean_steps + 1
         if nonfinite:
             self.budget -= 1
@@ -79,11 +59,13 @@ class DynamicGradScaler(GradScaler):
             self.scale *= 2.0
 
     def state(self) -> dict[str, Any]:
-        return {"scale": self.scale, "clean_steps": self.clean_steps, "budget": self.budget}
+        names = ("scale", "clean_steps", "budget") if self.dynamic else ("scale",)
+        return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where the checkpoint stopped. One written with a constant scale starts this scaler afresh."""
-        if set(state) == {"scale"}:
+        """Go on where the checkpoint stopped. A constant scale is what the flags say, whatever an earlier run used, and
+        one written with a constant scale starts a dynamic one afresh."""
+        if not self.dynamic or set(state) == {"scale"}:
             return
         if missing := self.state().keys() - state.keys():
             raise GradScalerStateError(f"the checkpoint's loss scaler state lacks {sorted(missing)}: {state}")
@@ -93,9 +75,9 @@ class DynamicGradScaler(GradScaler):
 
 def build_grad_scaler(config: OptimizerConfig) -> GradScaler:
     """--loss-scale: constant; --fp16 without it: dynamic; else none."""
-    if config.loss_scale is not None:
-        return GradScaler(config.loss_scale)
-    if not config.fp16:
-        return GradScaler()
+    if config.loss_scale is not None or not config.fp16:
+        return GradScaler(1.0 if config.loss_scale is None else config.loss_scale)
     window = int(config.loss_scale_window)
-    return DynamicGradScaler(config.initial_loss_scale, config.min_loss_scale, window, config.hysteresis)
+    return GradScaler(
+        config.initial_loss_scale, config.min_loss_scale, window, config.hysteresis, dynamic=True
+    )

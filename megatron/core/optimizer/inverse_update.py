@@ -24,7 +24,7 @@ BLOCK = 1 << 18  # elements in fp64 at a time on CPU: a few MiB of temporaries
 
 def undo_adamw(
     weights: Tensor,
-    moments: tuple[Tensor, Tensor],
+    moments: tuple[Tensor, ...],
     grad: Tensor,
     *,
     lr: float,
@@ -60,7 +60,7 @@ def _unmix(moment: Tensor, left: Tensor, beta: float) -> None:
 
 def undo_sgd(
     weights: Tensor,
-    momentum_buffer: Tensor | None,
+    moments: tuple[Tensor, ...],
     grad: Tensor,
     *,
     lr: float,
@@ -68,19 +68,18 @@ def undo_sgd(
     momentum: float,
     num_steps: int,
 ) -> None:
-    """In place, all [n]; the decay is a part of the gradient. momentum_buffer: None without momentum."""
-    if momentum_buffer is None:
-        for w, g in _blocks(weights, grad):
+    """In place, all [n]; the decay is a part of the gradient. moments: the momentum buffer, or none."""
+    for w, *buffers, g in _blocks(weights, *moments, grad):
+        if not buffers:
             w.copy_(w.double().add_(g.double(), alpha=lr).div_(1.0 - lr * weight_decay))
-        return
-    for w, buffer, g in _blocks(weights, momentum_buffer, grad):
-        wide = buffer.double()
+            continue
+        wide = buffers[0].double()
         before = w.double().add_(wide, alpha=lr)
         w.copy_(before)
         if num_steps == 1:
-            buffer.zero_()
+            buffers[0].zero_()
         else:
-            buffer.copy_(wide.sub_(g.double()).sub_(before, alpha=weight_decay).div_(momentum))
+            buffers[0].copy_(wide.sub_(g.double()).sub_(before, alpha=weight_decay).div_(momentum))
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

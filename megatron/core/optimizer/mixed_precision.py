@@ -27,10 +27,9 @@ from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
-from megatron.core.optimizer.flat_update import FlatUpdate
+from megatron.core.optimizer.flat_update import FlatUpdate, ParamGroup
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.param_meta import region_slices
 from megatron.core.pipeline_parallel.post_validation.state import ValidationState
 from megatron.core.protocols import Stepper
@@ -38,6 +37,7 @@ from megatron.core.schema import Schema, integer, text
 from megatron.core.sharding_table import ShardOver
 from megatron.core.squared_sums import all_finite, squared_sums_of_parts
 from megatron.core.transport import collectives
+from megatron.core.transport.gloo_pairs import add_in_rank_order
 from megatron.core.transport.parallel_state import ParallelState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
@@ -53,12 +53,11 @@ class GradStats:
     """What `prepare` found, after division by the divisor.
 
     norm, num_zeros (None unless counted): of the whole model. nonfinite: some rank's gradients have NaN or infinities;
-    the same on all ranks. nonfinite_names: this rank's parameters that have them.
+    the same on all ranks.
     """
 
     norm: float
     nonfinite: bool
-    nonfinite_names: tuple[str, ...]
     num_zeros: int | None
 
 
@@ -120,18 +119,12 @@ class MixedPrecisionOptimizer(Stepper):
             if self.ps.dp_rank > 0:
                 full.zero_()
         sums, *zeros = self._index.whole(full)
-        names = self._index.names_at(index for index, total in enumerate(sums) if not math.isfinite(total))
         nonfinite = not all(map(math.isfinite, sums))
         if not self._index.over_world:  # data parallel ranks were not asked
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
             collectives.all_reduce(flag, self.ps.world_group, "max")
             nonfinite = bool(flag.item())  # sync: the host decides whether to step
-        return GradStats(
-            norm=self.norm(sums, divisor),
-            nonfinite=nonfinite,
-            nonfinite_names=names,
-            num_zeros=int(sum(zeros[0])) if zeros else None,
-        )
+        return GradStats(self.norm(sums, divisor), nonfinite, int(sum(zeros[0])) if zeros else None)
 
     def norm(self, sums: Sequence[float], divisor: float) -> float:
         """Of the whole model, or of a part, from squared sums in the model's order."""
@@ -263,13 +256,10 @@ class MixedPrecisionOptimizer(Stepper):
 
     def _summed_over_dp(self, full: Tensor) -> Tensor:
         """The sum over data parallel ranks in their order: the same bits on all of them, and for every transport."""
-        group = self.ps.dp_group
+        group, total = self.ps.dp_group, torch.empty_like(full)
         everyone = full.new_empty(group.size * full.numel())
         collectives.all_gather(everyone, full.view(-1), group)
-        first, *others = everyone.view(group.size, *full.shape)
-        total = first.clone()
-        for one in others:
-            total += one
+        add_in_rank_order(everyone.view(group.size, -1).unbind(), total.view(-1))
         return total
 
     def _owned(self, part_of: Callable[[str, ShardOver], Tensor]) -> list[list[Tensor]]:
@@ -286,42 +276,40 @@ class MixedPrecisionOptimizer(Stepper):
     def _converted(self, factor: float) -> Iterator[tuple[dict[int, Tensor], bool]]:
         """Gradients * factor in the dtype of main weights, by bucket, in batches of temporaries of a bounded size:
         first all buckets that need no temporary, then the others. And whether a batch is the last."""
-        sizes = [(one, self._cast_bytes(one, factor)) for one in self.buffer.buckets if one.trained]
-        batches, left = [[pair for pair in sizes if not pair[1]]], 0
-        for one, size in ((one, size) for one, size in sizes if size):
-            if size > left:
+        made = [(one, *self._conversion(one, factor)) for one in self.buffer.buckets if one.trained]
+        batches, left = [[one for one in made if not one[1]]], 0
+        for one in (one for one in made if one[1]):
+            if one[1] > left:
                 batches.append([])
                 left = MAX_CAST_BYTES
-            batches[-1].append((one, size))
-            left -= size
+            batches[-1].append(one)
+            left -= one[1]
         batches = [batch for batch in batches if batch]
-        for number, batch in enumerate(batches, start=1):
+        for batch in batches:
             with contextlib.ExitStack() as held:
-                for memory, size in batch:
+                for memory, size, _ in batch:
                     held.enter_context(self._tracker.holding("casts", size, memory.name))
-                yield (
-                    {id(memory): self._scaled(memory, factor) for memory, _ in batch},
-                    number == len(batches),
-                )
+                yield {id(memory): make() for memory, _, make in batch}, batch is batches[-1]
 
-    def _cast_bytes(self, memory: BucketMemory, factor: float) -> int:
-        """What `_scaled` allocates."""
+    def _conversion(self, memory: BucketMemory, factor: float) -> tuple[int, Callable[[], Tensor]]:
+        """A bucket's gradients * factor in the dtype of main weights, rounded at most twice: the bytes of the temporary
+        that this takes, and what makes it. Without a snapshot they are multiplied in place."""
         grads, dtype = trained(memory.optimizer_grads), self.buffer.arenas[memory.arena].main_dtype
-        if grads.dtype == dtype:
-            return 0 if factor == 1.0 or self._kept is None else num_bytes([grads])
-        return grads.numel() * dtype.itemsize
-
-    def _scaled(self, memory: BucketMemory, factor: float) -> Tensor:
-        """A bucket's gradients * factor in the dtype of main weights, rounded at most twice."""
-        grads, dtype = trained(memory.optimizer_grads), self.buffer.arenas[memory.arena].main_dtype
+        if grads.dtype == dtype and (factor == 1.0 or self._kept is None):
+            return 0, lambda: grads if factor == 1.0 else grads.mul_(factor)
+        size = grads.numel() * dtype.itemsize
         if factor == 1.0:
-            return grads.to(dtype)
-        if grads.dtype == dtype:
-            return grads.mul_(factor) if self._kept is None else grads * factor
-        if torch.promote_types(grads.dtype, dtype) == dtype:
-            return grads.to(dtype).mul_(factor)
-        with self._tracker.holding("casts", num_bytes([grads]), memory.name):
-            return (grads * factor).to(dtype)
+            return size, lambda: grads.to(dtype)
+        if grads.dtype != dtype and torch.promote_types(grads.dtype, dtype) == dtype:
+            return size, lambda: grads.to(dtype).mul_(factor)
+
+        def shorter() -> Tensor:
+            with self._tracker.holding(
+                "casts", 0 if grads.dtype == dtype else num_bytes([grads]), memory.name
+            ):
+                return (grads * factor).to(dtype)
+
+        return size, shorter
 
     def _mutable(self) -> Iterator[Tensor]:
         """Everything that `step` changes and cannot be made of the rest: this rank's part of main weights, moments."""

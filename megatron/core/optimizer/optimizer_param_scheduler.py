@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.optimizer.flat_update import ParamGroup
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 from megatron.core.schema import Schema, fields_of, integer, one_of
 
@@ -59,6 +59,12 @@ class RateSchedule:
                 f"{self.end_weight_decay} differ: set --weight-decay-incr-style linear or cosine"
             )
 
+    def peak_and_floor(self, decoupled: bool) -> tuple[float, float]:
+        """The learning rates of a group of parameters; decoupled: of one that --decoupled-lr is for."""
+        if decoupled and self.decoupled_max_lr is not None and self.decoupled_min_lr is not None:
+            return self.decoupled_max_lr, self.decoupled_min_lr
+        return self.max_lr, self.min_lr
+
 
 def _style(flag: str) -> Schema:
     return one_of(*typing.get_args(OptimizerConfig.__annotations__[flag]))
@@ -88,25 +94,21 @@ def learning_rate(schedule: RateSchedule, samples: int, max_lr: float, min_lr: f
     if schedule.decay_style == "inverse-square-root":
         return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
     if schedule.decay_style != "WSD":
-        height = _height(schedule.decay_style, (samples - warmup) / (decay - warmup))
+        height = _HEIGHTS[schedule.decay_style]((samples - warmup) / (decay - warmup))
     elif samples <= decay - tail:  # stable until the tail begins, then down to 0 at its end
         height = 1.0
     else:
-        height = _height(schedule.wsd_style, (samples - (decay - tail)) / tail)
+        height = _HEIGHTS[schedule.wsd_style]((samples - (decay - tail)) / tail)
     return min_lr + height * (max_lr - min_lr)
 
 
-def _height(style: str, done: float) -> float:
-    """From 1 to 0 as `done` goes from 0 to 1."""
-    if style == "linear":
-        return 1.0 - done
-    if style == "cosine":
-        return 0.5 * (math.cos(math.pi * done) + 1.0)
-    if style == "exponential":
-        return 2.0 * 0.5**done - 1.0
-    if style == "minus_sqrt":
-        return 1.0 - math.sqrt(done)
-    raise ScheduleError(f"unknown decay style {style!r}")
+# From 1 to 0 as `done` goes from 0 to 1.
+_HEIGHTS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1.0),
+    "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+    "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
+}
 
 
 def weight_decay(schedule: RateSchedule, samples: int) -> float:
@@ -114,7 +116,8 @@ def weight_decay(schedule: RateSchedule, samples: int) -> float:
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
     if schedule.weight_decay_style == "constant" or samples >= schedule.weight_decay_samples:
         return end
-    return end + _height(schedule.weight_decay_style, samples / schedule.weight_decay_samples) * (start - end)
+    height = _HEIGHTS[schedule.weight_decay_style](samples / schedule.weight_decay_samples)
+    return end + height * (start - end)
 
 
 class OptimizerParamScheduler:
@@ -137,34 +140,26 @@ class OptimizerParamScheduler:
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict "
                 "each other"
             )
-        self.param_groups = param_groups
-        self.schedule = schedule
-        self.override = override
-        self.use_checkpoint = use_checkpoint
-        self.samples = 0
+        self.param_groups, self.schedule, self.samples = param_groups, schedule, 0
+        self.override, self.use_checkpoint = override, use_checkpoint
         self.step(0)
 
     @property
     def lr(self) -> float:
         """The rate of ordinary parameters, for the next step."""
-        return learning_rate(self.schedule, self.samples, self.schedule.max_lr, self.schedule.min_lr)
+        return learning_rate(self.schedule, self.samples, *self.schedule.peak_and_floor(False))
 
     @property
     def decoupled_lr(self) -> float | None:
         """The rate of word embeddings and output layer under --decoupled-lr."""
-        peak, floor = self.schedule.decoupled_max_lr, self.schedule.decoupled_min_lr
-        if peak is None or floor is None:
+        if self.schedule.decoupled_max_lr is None:
             return None
-        return learning_rate(self.schedule, self.samples, peak, floor)
-
-    @property
-    def weight_decay(self) -> float:
-        return weight_decay(self.schedule, self.samples)
+        return learning_rate(self.schedule, self.samples, *self.schedule.peak_and_floor(True))
 
     def step(self, samples: int) -> None:
         """Move the clock on, by the batch of a successful step, and set the rates of the next."""
         self.samples += samples
-        decay = self.weight_decay
+        decay = weight_decay(self.schedule, self.samples)
         for group in self.param_groups:
             group["lr"] = learning_rate(self.schedule, self.samples, group["max_lr"], group["min_lr"])
             group["weight_decay"] = decay * group["wd_mult"]
@@ -198,19 +193,12 @@ class OptimizerParamScheduler:
                 "(--override-opt_param-scheduler)"
             )
         if self.use_checkpoint or told is not None:
-            self._take(saved)
+            self.schedule = saved
+            for group in self.param_groups:
+                group["max_lr"], group["min_lr"] = saved.peak_and_floor(group["decoupled"])
         self.samples = int(state["samples"])
         self.step(0)
         return told
-
-    def _take(self, schedule: RateSchedule) -> None:
-        self.schedule = schedule
-        for group in self.param_groups:
-            peak, floor = schedule.max_lr, schedule.min_lr
-            if group["decoupled"] and schedule.decoupled_max_lr is not None:
-                assert schedule.decoupled_min_lr is not None
-                peak, floor = schedule.decoupled_max_lr, schedule.decoupled_min_lr
-            group["max_lr"], group["min_lr"] = peak, floor
 
 
 def build_schedule(
@@ -223,14 +211,13 @@ def build_schedule(
     lengths = schedule_lengths(
         config, train_iters=train_iters, train_samples=train_samples, global_batch_size=global_batch_size
     )
-    decoupled_min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
-    start, end = config.start_weight_decay, config.end_weight_decay
+    floor, start, end = config.decoupled_min_lr, config.start_weight_decay, config.end_weight_decay
     return RateSchedule(
         max_lr=config.lr,
         min_lr=config.min_lr,
         init_lr=config.lr_warmup_init,
         decoupled_max_lr=config.decoupled_lr,
-        decoupled_min_lr=None if config.decoupled_lr is None else decoupled_min_lr,
+        decoupled_min_lr=None if config.decoupled_lr is None else config.min_lr if floor is None else floor,
         warmup_samples=lengths.warmup_samples,
         decay_samples=lengths.decay_samples,
         decay_style=config.lr_decay_style,

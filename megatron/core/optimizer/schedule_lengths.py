@@ -14,12 +14,9 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleLengths:
-    """Lengths in samples: the warm-up, the whole learning rate schedule, the tail of WSD (0: none), the run.
-
-    warmup_samples: as Megatron, a share of the schedule is not cut to whole samples.
-
-    samples_per_step: what one iteration of the flags was counted as; None where the flags count samples.
-    """
+    """Lengths in samples: the warm-up (as Megatron, a share of the schedule is not cut to whole samples), the whole
+    learning rate schedule, the tail of WSD (0: none), the run; and what one iteration of the flags was counted as,
+    None where the flags count samples."""
 
     warmup_samples: float
     decay_samples: int
@@ -47,22 +44,19 @@ def schedule_lengths(
     assert (train_iters is None) != (train_samples is None), (
         f"{train_iters} iterations, {train_samples} samples"
     )
-    if train_samples is not None:
-        step, total, given = None, train_samples, config.lr_decay_samples
-        warmup, tail = config.lr_warmup_samples, config.lr_wsd_decay_samples
-    else:
-        assert train_iters is not None
-        step, total, given = global_batch_size, train_iters, config.lr_decay_iters
-        warmup, tail = config.lr_warmup_iters, config.lr_wsd_decay_iters
-    unit = step or 1
-    decay = (total if given is None else given) * unit
+    counted, unit = ("samples", 1) if train_iters is None else ("iters", global_batch_size)
+    decay, warmup, tail = (
+        getattr(config, f"lr_{name}_{counted}") for name in ("decay", "warmup", "wsd_decay")
+    )
     fraction = config.lr_warmup_fraction
+    total = (train_samples or train_iters or 0) * unit
+    decay = total if decay is None else decay * unit
     return ScheduleLengths(
         warmup_samples=warmup * unit if fraction is None else fraction * decay,
         decay_samples=decay,
         wsd_samples=(tail or 0) * unit,
-        total_samples=total * unit,
-        samples_per_step=step,
+        total_samples=total,
+        samples_per_step=None if train_iters is None else unit,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.tensor_parallel.layers import local_ids
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.transport.collectives import all_reduce
 
@@ -23,26 +24,21 @@ class _CrossEntropy(torch.autograd.Function):
             label_logit = probabilities.gather(-1, labels)
             highest = probabilities.amax(-1, keepdim=True)
             torch.softmax(probabilities, -1, out=probabilities)
-            # The most likely id has probability 1 / sum(exp(logit - highest)), so no second pass is needed for
-            # the sum.
+            # The most likely id has probability 1 / sum(exp(logit - highest)): no second pass is needed for the sum.
             log_sum = -probabilities.amax(-1, keepdim=True).log()
             ctx.save_for_backward(probabilities, labels)
         else:  # the highest logit, then sum and label's logit, go over tp
-            columns = logits.shape[-1]
-            unknown = (labels < 0) | (labels >= tp.size * columns)  # stay outside, for the lookup to refuse
-            labels = labels - tp.rank * columns
-            held = (labels >= 0) & (labels < columns)
-            labels = torch.where(unknown, labels, labels.clamp(0, columns - 1))
+            labels, outside = local_ids(labels, logits.shape[-1], tp)
             highest = probabilities.amax(-1, keepdim=True)
             all_reduce(highest, tp.peers, "max")
-            label_logit = probabilities.gather(-1, labels).masked_fill_(~held, 0.0)
+            label_logit = probabilities.gather(-1, labels).masked_fill_(outside, 0.0)
             probabilities.sub_(highest).exp_()
             sums = torch.stack((probabilities.sum(-1, keepdim=True), label_logit))
             all_reduce(sums, tp.peers)
             exp_sum, label_logit = sums
             probabilities.div_(exp_sum)
             log_sum = exp_sum.log()
-            ctx.save_for_backward(probabilities, labels, held)
+            ctx.save_for_backward(probabilities, labels, ~outside)
         ctx.logits_dtype = logits.dtype
         return (log_sum + highest - label_logit).squeeze(-1)
 
@@ -61,5 +57,4 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParal
     logits [..., v/tp] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
     pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. Communicates over tp.
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels, tp)
-    return losses
+    return _CrossEntropy.apply(logits, labels, tp)

@@ -1,9 +1,21 @@
-"""Linear and embedding layers on the sink, under Megatron's names, each holding its rank's part of the parameters."""
+"""Linear and embedding layers on the sink, under Megatron's names, each holding its rank's part of the parameters.
+
+[Note: B and W] The backward of a linear layer is two independent products. dx = dy W is what the layer
+before waits for; dW = dy^T x is what nobody waits for. The linear layers below return the first and hand (x,
+dy) to the sink, which computes the second at once or keeps it for later. The weight itself gets no gradient
+from autograd: `.grad` stays None.
+
+[Note: B's communication behind W] A column layer's dx is a sum over tensor parallel ranks. Its reduction begins
+before the sink is called and is waited for afterwards, so that it runs beside the weight GEMM. Under sequence
+parallel x was kept in parts: it is gathered beside the GEMM of dx, unless the sink defers the weight gradient; then
+the sink keeps the part and gathers in W. Where the plan has memory for it, F keeps x as it was gathered for the
+product, and nothing is gathered a second time (`WeightGradSink.keeps_gathered`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,22 +23,107 @@ from torch import Tensor, nn
 
 from megatron.core.param_meta import LOOKUP, InitKind
 from megatron.core.protocols import WeightGradSink
-from megatron.core.tensor_parallel.linear import Activation, column_linear, row_linear
-from megatron.core.tensor_parallel.mappings import (
-    ALONE,
-    TensorParallel,
-    gather_sequence,
-    sequence_slice,
-    sum_ranks,
-)
-from megatron.core.tensor_parallel.sink_module import (
-    Band,
-    LayerFactory,
-    SinkModule,
-    band_regions,
-    even_bands,
-    whole_region,
-)
+from megatron.core.tensor_parallel import mappings, sink_module
+from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
+from megatron.core.tensor_parallel.sink_module import Band, LayerFactory, SinkModule
+
+
+class Activation(Protocol):
+    """An elementwise function whose input, not output, is kept for the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Gradient at x of dy at the output; may overwrite dy."""
+        ...
+
+
+class _Route(NamedTuple):
+    """Where a product's weight gradients go, and the ranks that it is shared with."""
+
+    sink: WeightGradSink
+    key: str
+    bias_key: str | None = None
+    tp: TensorParallel = ALONE
+    activation: Activation | None = None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
+        whole = mappings.gather_sequence(x, route.tp)
+        ctx.in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
+        ctx.save_for_backward(x if ctx.in_parts else whole, weight)
+        ctx.route = route
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (dy,), route = grads, ctx.route
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        operand: Tensor | mappings.SequenceShard = x
+        if ctx.in_parts and needs_weight:
+            operand = mappings.SequenceShard(x, route.tp)
+            if not route.sink.deferring:
+                operand.start()
+        dx = pending = None
+        if needs_x:
+            dx, pending = mappings.start_sum(dy.matmul(weight), route.tp)
+        if needs_weight:
+            route.sink.put(route.key, operand, dy)
+        if needs_bias:
+            route.sink.put(route.bias_key, None, dy)
+        if pending is not None:
+            pending.wait()
+        return dx, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.route = route
+        active = x if route.activation is None else route.activation.forward(x)
+        if route.tp.size == 1:
+            return F.linear(active, weight, bias)
+        total = mappings.sum_ranks(F.linear(active, weight), route.tp)
+        return total if bias is None else total.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        route, activation = ctx.route, ctx.route.activation
+        dy = mappings.gather_sequence(grads[0], route.tp)
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = dy.matmul(weight) if needs_x else None
+        if needs_weight:
+            route.sink.put(route.key, x if activation is None else activation.forward(x), dy)
+        if needs_bias:
+            route.sink.put(route.bias_key, None, dy)
+        if dx is not None and activation is not None:
+            dx = activation.backward(x, dx)
+        return dx, None, None, None
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
+    """x W^T + b over this rank's output features: x [s, ..., in], weight [out/tp, in] -> [s, ..., out/tp].
+
+    route: sink and key of the weight, bias_key where there is a bias, tp. Under sequence parallel x is [s/tp, ..., in].
+    Communicates over tp: gathers x (sequence parallel only), and in the backward pass adds the input's gradient.
+    """
+    return _ColumnLinear.apply(x, weight, bias, _Route(**route))
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
+    """activation(x) W^T + b over this rank's input features: x [s, ..., in/tp], weight [out, in/tp] -> [s, ..., out].
+
+    route: as in `column_linear`, and the activation. Under sequence parallel the result is [s/tp, ..., out].
+    Communicates over tp: adds the products of all ranks before the bias, and in the backward pass gathers dy (sequence
+    parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept;
+    the output is computed again for the weight gradient (less than 1 % of the layer's time, a quarter of its memory).
+    """
+    return _RowLinear.apply(x, weight, bias, _Route(**route))
 
 
 class _ParallelLinear(SinkModule):
@@ -49,19 +146,19 @@ class _ParallelLinear(SinkModule):
     ) -> None:
         super().__init__(factory)
         shape, tp = (out_features, in_features), self.tp
-        bands = even_bands(shape[self.cut], tp) if bands is None else bands
+        bands = sink_module.even_bands(shape[self.cut], tp) if bands is None else bands
         self.weight = self.new_parameter(
             "weight",
             shape,
             InitKind.NORMAL,
-            band_regions(shape, bands, self.cut, tp),
+            sink_module.band_regions(shape, bands, self.cut, tp),
             init_std=factory.residual_std if self.cut else factory.init_std,
             embedding_or_output=embedding_or_output,
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            whole = whole_region(shape[:1], tp, partial=False)
-            regions = whole if self.cut else band_regions(shape[:1], bands, 0, tp)
+            whole = sink_module.whole_region(shape[:1], tp, partial=False)
+            regions = whole if self.cut else sink_module.band_regions(shape[:1], bands, 0, tp)
             self.bias = self.new_parameter("bias", shape[:1], InitKind.ZEROS, regions)
         keys = {"key": self.key("weight"), "bias_key": self.key("bias") if bias else None}
         self._route: dict[str, Any] = {"sink": self.sink, "tp": tp, **keys}
@@ -102,21 +199,19 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: WeightGradSink, key: str
-    ) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: Any, key: str) -> Tensor:
         ctx.tp, ctx.sink, ctx.key = tp, sink, key
         if tp.size == 1:
             ctx.save_for_backward(ids)
             return F.embedding(ids, weight)
         held, outside = local_ids(ids, weight.shape[0], tp)
         ctx.save_for_backward(held, outside)
-        return sum_ranks(F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0), tp)
+        return mappings.sum_ranks(F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0), tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
         ids, *outside = ctx.saved_tensors
-        dy = gather_sequence(grads[0], ctx.tp)
+        dy = mappings.gather_sequence(grads[0], ctx.tp)
         ctx.sink.put(ctx.key, ids, dy.masked_fill(outside[0].unsqueeze(-1), 0.0) if outside else dy)
         return None, None, None, None, None
 
@@ -155,7 +250,7 @@ class VocabParallelEmbedding(SinkModule):
             "weight",
             shape,
             InitKind.NORMAL,
-            band_regions(shape, even_bands(rows, self.tp), 0, self.tp),
+            sink_module.band_regions(shape, sink_module.even_bands(rows, self.tp), 0, self.tp),
             init_std=factory.init_std,
             embedding_or_output=True,
             uses=(key, self._lookup_key) if two_uses else (),
@@ -164,8 +259,7 @@ class VocabParallelEmbedding(SinkModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
-        rows: Tensor = _Lookup.apply(ids, self.weight, self.tp, self.sink, self._lookup_key)
-        return rows
+        return _Lookup.apply(ids, self.weight, self.tp, self.sink, self._lookup_key)
 
 
 class PositionEmbedding(SinkModule):
@@ -174,11 +268,10 @@ class PositionEmbedding(SinkModule):
     def __init__(self, rows: int, hidden_size: int, factory: LayerFactory) -> None:
         super().__init__(factory)
         shape, std = (rows, hidden_size), factory.init_std
-        regions = whole_region(shape, self.tp, partial=self.tp.sequence_parallel)
+        regions = sink_module.whole_region(shape, self.tp, partial=self.tp.sequence_parallel)
         self.weight = self.new_parameter("weight", shape, InitKind.NORMAL, regions, init_std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
-        ids = sequence_slice(ids, self.tp)
-        rows: Tensor = _Lookup.apply(ids, self.weight, ALONE, self.sink, self.key("weight"))
-        return rows
+        ids = mappings.sequence_slice(ids, self.tp)
+        return _Lookup.apply(ids, self.weight, ALONE, self.sink, self.key("weight"))

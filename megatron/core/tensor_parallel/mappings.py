@@ -151,8 +151,7 @@ class _GatherVocabulary(torch.autograd.Function):
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
-    whole: Tensor = logits if tp.size == 1 else _GatherVocabulary.apply(logits, tp)
-    return whole
+    return logits if tp.size == 1 else _GatherVocabulary.apply(logits, tp)
 
 
 def __getattr__(name: str) -> Any:  # Megatron's names

@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron.core.param_meta import GradRoute, InitKind, ParamMeta, Region
 from megatron.core.protocols import WeightGradSink
+from megatron.core.rectangles import Dims
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 
 
@@ -39,14 +40,12 @@ def even_bands(total: int, tp: TensorParallel, parts: int = 1) -> tuple[Band, ..
     return tuple(Band(index * part + tp.rank * share, share) for index in range(parts))
 
 
-def band_regions(
-    shape: tuple[int, ...], bands: Sequence[Band], dim: int, tp: TensorParallel
-) -> tuple[Region, ...]:
+def band_regions(shape: Dims, bands: Sequence[Band], dim: int, tp: TensorParallel) -> tuple[Region, ...]:
     """Regions of a parameter of global `shape` of which this rank holds `bands` along `dim`, one after the other."""
     if tp.size == 1:
         return ()
 
-    def start(index: int) -> tuple[int, ...]:
+    def start(index: int) -> Dims:
         return (*(0,) * dim, index, *(0,) * (len(shape) - dim - 1))
 
     regions, at = [], 0
@@ -58,7 +57,7 @@ def band_regions(
     return tuple(regions)
 
 
-def whole_region(shape: tuple[int, ...], tp: TensorParallel, *, partial: bool) -> tuple[Region, ...]:
+def whole_region(shape: Dims, tp: TensorParallel, *, partial: bool) -> tuple[Region, ...]:
     """The one region of a parameter that every rank holds. partial: each has a part of its gradient."""
     if tp.size == 1:
         return ()
@@ -102,7 +101,7 @@ class SinkModule(nn.Module):
         return f"{self.name}.{local}"
 
     def new_parameter(
-        self, local: str, shape: tuple[int, ...], init: InitKind, regions: tuple[Region, ...], **facts: Any
+        self, local: str, shape: Dims, init: InitKind, regions: tuple[Region, ...], **facts: Any
     ) -> nn.Parameter:
         """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay.
 

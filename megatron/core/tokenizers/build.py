@@ -16,23 +16,14 @@ from megatron.core.tokenizers.tiktoken_tokenizer import TikTokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
-_BUILDERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "ByteTokenizer": lambda config: ByteTokenizer(),
-    "NullTokenizer": lambda config: NullTokenizer(config.vocab_size),
-    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(config.vocab_file, config.merge_file),
-    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(config.tokenizer_model),
-    "SentencePieceTokenizer": lambda config: SentencePieceTokenizer(config.tokenizer_model),
-    "GPTSentencePieceTokenizer": lambda config: GPTSentencePieceTokenizer(config.tokenizer_model),
-    "Llama2Tokenizer": lambda config: Llama2Tokenizer(config.tokenizer_model),
-    "TikTokenizer": lambda config: TikTokenizer(
-        config.tokenizer_model,
-        pattern=config.tiktoken_pattern,
-        vocab_size=config.vocab_size,
-        num_special_tokens=config.tiktoken_num_special_tokens,
-        special_tokens=config.tiktoken_special_tokens,
-    ),
+_BY_TYPE: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
+    cls.__name__: cls
+    for cls in (
+        *(ByteTokenizer, NullTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer),
+        *(GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer),
+    )
 }
-TOKENIZER_TYPES = tuple(_BUILDERS)
+TOKENIZER_TYPES = tuple(_BY_TYPE)
 
 
 def build_tokenizer(tokenizer_type: str, **flags: Any) -> Tokenizer:
@@ -47,12 +38,11 @@ def build_from_config(config: TokenizerConfig) -> Tokenizer:
     Raises TokenizerError naming the flags, and MissingPackageError naming the pip line of a missing extra.
     """
     kind, vocab_size = config.tokenizer_type, config.vocab_size
-    if kind not in _BUILDERS:
+    if kind not in _BY_TYPE:
         raise TokenizerError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
-    tokenizer = _BUILDERS[kind](config)
+    tokenizer = _BY_TYPE[kind](config)
     has_its_own = kind not in ("NullTokenizer", "TikTokenizer")
     if vocab_size is not None and has_its_own and tokenizer.vocab_size != vocab_size:
-        raise TokenizerError(
-            f"--vocab-size {vocab_size}: {kind} has {tokenizer.vocab_size} ids; leave --vocab-size out"
-        )
+        told = f"{kind} has {tokenizer.vocab_size} ids; leave --vocab-size out"
+        raise TokenizerError(f"--vocab-size {vocab_size}: {told}")
     return tokenizer

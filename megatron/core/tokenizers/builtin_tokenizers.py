@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 NUM_BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -18,10 +19,12 @@ LONGEST_ID = 19  # digits: a limit for Python's int, which takes its time
 class ByteTokenizer(Tokenizer):
     """Ids 0..255 are the bytes of UTF-8 text, 256 ends a document. Loses nothing."""
 
-    name = "ByteTokenizer"
     vocab_size = NUM_BYTES + 1
     eod = NUM_BYTES
     special_ids = frozenset({NUM_BYTES})
+
+    def __init__(self, config: TokenizerConfig | None = None) -> None:
+        """It needs no flags."""
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -29,10 +32,8 @@ class ByteTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """The end of document is written <|endoftext|>; bytes that are no UTF-8 and ids above become U+FFFD."""
         # 0xFF occurs in no UTF-8 text, so decoding turns it into U+FFFD.
-        words = [
-            bytes([i if 0 <= i < NUM_BYTES else 0xFF]) if i != self.eod else END_OF_DOCUMENT.encode()
-            for i in ids
-        ]
+        end = END_OF_DOCUMENT.encode()
+        words = (end if i == self.eod else bytes([i if 0 <= i < NUM_BYTES else 0xFF]) for i in ids)
         return b"".join(words).decode("utf-8", errors="replace")
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -49,10 +50,8 @@ class NullTokenizer(Tokenizer):
     `--vocab-size N` gives the ids 0..N-1 and N, which ends a document (Megatron up to 0.16; N+1 ids).
     """
 
-    name = "NullTokenizer"
-
-    def __init__(self, vocab_size: int | None) -> None:
-        if vocab_size is None:
+    def __init__(self, config: TokenizerConfig) -> None:
+        if (vocab_size := config.vocab_size) is None:
             raise TokenizerError("--tokenizer-type NullTokenizer needs --vocab-size")
         if vocab_size < 1:
             raise TokenizerError(f"--vocab-size {vocab_size}: must be at least 1")

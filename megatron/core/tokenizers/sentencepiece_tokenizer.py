@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.optional import require
-from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, content_digest, read_file
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, content_digest
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
     """The model's vocabulary as it is; its end of sentence ends documents. Raises TokenizerError without one."""
 
-    name = "GPTSentencePieceTokenizer"
-
-    def __init__(self, path: str | None) -> None:
-        data = read_file(path, "--tokenizer-model", self.name)
+    def __init__(self, config: TokenizerConfig) -> None:
+        path = config.tokenizer_model
+        data = self._read(path, "--tokenizer-model")
         library = require("sentencepiece", "sentencepiece")
         try:
             self.model: Any = library.SentencePieceProcessor(model_proto=data)
         except (OSError, RuntimeError) as error:
             raise TokenizerError(f"--tokenizer-model {path}: not a SentencePiece model: {error}") from error
-        self._digest = content_digest(data)
-        self.vocab_size = self.num_pieces = int(self.model.vocab_size())
-        pad = int(self.model.pad_id())
-        self.pad = pad if pad >= 0 else None
+        self.content = content_digest(data)
+        self.vocab_size = int(self.model.vocab_size())
+        self.pad = int(self.model.pad_id()) if self.model.pad_id() >= 0 else None
         self.bos = int(self.model.bos_id())
         self._add_special_tokens()
         if self.eod < 0:
@@ -37,25 +37,17 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.eod = int(self.model.eos_id())
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.model.encode(text)
-        return ids
+        return self.model.encode(text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        text: str = self.model.decode(list(ids))
-        return text
-
-    def identity(self) -> str:
-        return f"{super().identity()}:{self._digest}"
+        return self.model.decode(list(ids))
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """Like the model, with its begin-of-sentence id before each text."""
 
-    name = "Llama2Tokenizer"
-
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self.model.encode(text, add_bos=self.bos >= 0)
-        return ids
+        return self.model.encode(text, add_bos=self.bos >= 0)
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
@@ -63,8 +55,6 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
     In this order: <CLS>, <SEP>, <EOD> (which ends documents), <MASK>, then padding, begin and end of sentence.
     """
-
-    name = "SentencePieceTokenizer"
 
     def _add_special_tokens(self) -> None:
         self._added: dict[int, str] = {}
@@ -76,15 +66,8 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Added tokens are written by their names, between the pieces of text around them."""
-        parts: list[str] = []
-        run: list[int] = []
-        for i in ids:
-            if i in self._added:
-                parts += [self.model.decode(run), self._added[i]]
-                run = []
-            else:
-                run.append(i)
-        return "".join([*parts, self.model.decode(run)])
+        runs = itertools.groupby(ids, lambda i: self._added.get(i, ""))
+        return "".join(name * len(list(run)) if name else self.model.decode(list(run)) for name, run in runs)
 
     def _piece(self, piece_id: int, default: str) -> str:
         return default if piece_id < 0 else str(self.model.id_to_piece(piece_id))

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.optional import require
-from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, content_digest, read_file
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, content_digest
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -29,29 +30,20 @@ PATTERNS = {
 class TikTokenizer(Tokenizer):
     """Special tokens take the first ids, merges follow.
 
-    path: a JSON list of {"rank", "token_bytes" (base64)}, or lines `base64 rank`.
-    vocab_size: ids in all, 131072 by default; merges beyond it are cut off.
-    num_special_tokens: ids kept for special tokens; those without a name are <SPECIAL_i>.
-    special_tokens: their names, `<unk> <s> </s> ...` by default; <unk>, <s> and </s> must be among them, and
-    </s> ends documents.
+    Flags: --tokenizer-model, a JSON list of {"rank", "token_bytes" (base64)}, or lines `base64 rank`.
+    --vocab-size: ids in all, 131072 by default; merges beyond it are cut off.
+    --tiktoken-num-special-tokens: ids kept for special tokens; those without a name are <SPECIAL_i>.
+    --tiktoken-special-tokens: their names, `<unk> <s> </s> ...` by default; <unk>, <s> and </s> must be among them,
+    and </s> ends documents.
     """
 
-    name = "TikTokenizer"
-
-    def __init__(
-        self,
-        path: str | None,
-        *,
-        pattern: str | None = None,
-        vocab_size: int | None = None,
-        num_special_tokens: int = 1000,
-        special_tokens: Sequence[str] | None = None,
-    ) -> None:
-        data = read_file(path, "--tokenizer-model", self.name)
-        pattern = pattern or "v1"
+    def __init__(self, config: TokenizerConfig) -> None:
+        path, vocab_size = config.tokenizer_model, config.vocab_size
+        pattern, num_special_tokens = config.tiktoken_pattern or "v1", config.tiktoken_num_special_tokens
+        data = self._read(path, "--tokenizer-model")
         if pattern not in PATTERNS:
             raise TokenizerError(f"--tiktoken-pattern {pattern}: choose one of {', '.join(PATTERNS)}")
-        names = _special_names(num_special_tokens, tuple(special_tokens or DEFAULT_SPECIAL_TOKENS))
+        names = _special_names(num_special_tokens, config.tiktoken_special_tokens or DEFAULT_SPECIAL_TOKENS)
         ranks = read_ranks(data, f"--tokenizer-model {path}")
         room = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
         if vocab_size is not None and not 256 <= room <= len(ranks):
@@ -68,7 +60,7 @@ class TikTokenizer(Tokenizer):
         self.bos, self.eod = names.index("<s>"), names.index("</s>")
         self.pad = names.index("<pad>") if "<pad>" in names else None
         self.special_ids = frozenset(range(num_special_tokens)) - {self.pad}
-        self._identity = f"{pattern}:{','.join(names)}:{content_digest(data)}"
+        self.content = f"{pattern}:{','.join(names)}:{content_digest(data)}"
 
     def tokenize(self, text: str) -> list[int]:
         return [i + self.num_special_tokens for i in self._encoding.encode_ordinary(text)]
@@ -85,9 +77,6 @@ class TikTokenizer(Tokenizer):
             for i in ids
         ]
         return b"".join(words).decode("utf-8", errors="replace")
-
-    def identity(self) -> str:
-        return f"{super().identity()}:{self._identity}"
 
 
 def read_ranks(data: bytes, name: str) -> dict[bytes, int]:

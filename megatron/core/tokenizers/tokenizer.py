@@ -20,18 +20,19 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer(abc.ABC):
-    """Text to ids and back.
+    """Text to ids and back. Named as its class, by `--tokenizer-type`, and made from a `TokenizerConfig`.
 
-    name: as in `--tokenizer-type`.  vocab_size: ids are below it.  eod: ends a document.
+    vocab_size: ids are below it.  eod: ends a document.
     pad: fills up samples, None where the vocabulary has no such token.
     special_ids: ids of all special tokens but `pad`; a `pad` among them is no padding (`gpt_dataset.pad_id`).
+    content: what else decides on ids, such as a digest of the files; part of `identity`.
     """
 
-    name: str
     vocab_size: int
     eod: int
     pad: int | None = None
     special_ids: frozenset[int] = frozenset()
+    content: str = ""
 
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -47,31 +48,27 @@ class Tokenizer(abc.ABC):
 
     def identity(self) -> str:
         """Equal for tokenizers that give the same ids to the same text; part of keys of caches."""
-        return f"{self.name}:{self.vocab_size}:{self.eod}"
+        kind = f"{type(self).__name__}:{self.vocab_size}:{self.eod}"
+        return f"{kind}:{self.content}" if self.content else kind
 
+    def _need(self, path: str | None, flag: str) -> str:
+        """The path, or TokenizerError naming the flag that should have given it."""
+        if not path:
+            raise TokenizerError(f"--tokenizer-type {type(self).__name__} needs {flag}")
+        return path
 
-def require_file(path: str | None, flag: str, tokenizer: str) -> str:
-    """The path, or TokenizerError naming the flag that should have given it."""
-    if not path:
-        raise TokenizerError(f"--tokenizer-type {tokenizer} needs {flag}")
-    return path
-
-
-def read_file(path: str | None, flag: str, tokenizer: str) -> bytes:
-    """The content of a file that a flag names. Raises TokenizerError naming both."""
-    path = require_file(path, flag, tokenizer)
-    try:
-        return safe_files.read_bytes(path, max_bytes=MAX_FILE_BYTES, follow=True)
-    except FileNotFoundError:
-        told = "no such file; tokenizers are read from local files only"
-        raise TokenizerError(f"{flag} {path}: {told}") from None
-    except OSError as error:
-        raise TokenizerError(f"{flag} {path}: {error.strerror}") from error
+    def _read(self, path: str | None, flag: str) -> bytes:
+        """The content of a file that a flag names. Raises TokenizerError naming both."""
+        path = self._need(path, flag)
+        try:
+            return safe_files.read_bytes(path, max_bytes=MAX_FILE_BYTES, follow=True)
+        except FileNotFoundError:
+            told = "no such file; tokenizers are read from local files only"
+            raise TokenizerError(f"{flag} {path}: {told}") from None
+        except OSError as error:
+            raise TokenizerError(f"{flag} {path}: {error.strerror}") from error
 
 
 def content_digest(*contents: bytes) -> str:
     """SHA-256 over the content of files, for identities."""
-    digest = hashlib.sha256()
-    for content in contents:
-        digest.update(hashlib.sha256(content).digest())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()

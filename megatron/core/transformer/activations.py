@@ -5,9 +5,9 @@ Gated ones take [..., 2 f], the gate half then the up half, and return [..., f].
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,12 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Elementwise = Callable[[Tensor], Tensor]
 Derivative = Callable[[Tensor, Tensor], Tensor]  # (dy, x) -> dx, as torch's own
 
-_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
-_gelu_tanh_backward = functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")
+_GELU = F.gelu, torch.ops.aten.gelu_backward
+_GELU_TANH = functools.partial(_GELU[0], approximate="tanh"), functools.partial(_GELU[1], approximate="tanh")
 
 
-@dataclasses.dataclass(frozen=True)
-class MlpActivation:
+class MlpActivation(NamedTuple):
     """forward(x); backward(x, dy) -> dx."""
 
     forward: Elementwise
@@ -52,14 +51,6 @@ def _gated(forward: Elementwise, derivative: Derivative) -> MlpActivation:
     return MlpActivation(gated_forward, gated_backward)
 
 
-def _squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square_()
-
-
-def _squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    return F.relu(x).mul_(dy).mul_(2.0)
-
-
 def _quick_gelu(x: Tensor) -> Tensor:
     return torch.sigmoid(x * 1.702).mul_(x)
 
@@ -70,15 +61,15 @@ def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return (1.0 - share).mul_(x).mul_(1.702).add_(1.0).mul_(share).mul_(dy)
 
 
-GELU = _plain(F.gelu, torch.ops.aten.gelu_backward)
+GELU = _plain(*_GELU)
 # By the flag that asks for it, in the order of docs/model.md.
 BY_FLAG = {
     "swiglu": _gated(F.silu, torch.ops.aten.silu_backward),
     "quick_geglu": _gated(_quick_gelu, _quick_gelu_backward),
-    "geglu": _gated(F.gelu, torch.ops.aten.gelu_backward),
-    "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_backward),
-    "squared_relu": _plain(_squared_relu, _squared_relu_backward),
-    "openai_gelu": _plain(_gelu_tanh, _gelu_tanh_backward),
+    "geglu": _gated(*_GELU),
+    "geglu_tanh": _gated(*_GELU_TANH),
+    "squared_relu": _plain(lambda x: F.relu(x).square_(), lambda dy, x: F.relu(x).mul_(dy).mul_(2.0)),
+    "openai_gelu": _plain(*_GELU_TANH),
 }
 
 

@@ -125,10 +125,8 @@ def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tup
     group, place = divmod(tp.rank, copies)
     query_rows = per_group // copies * head_dim
     start = group * group_rows
-    return (
-        Band(start + place * query_rows, query_rows),
-        Band(start + per_group * head_dim, 2 * head_dim, copies),
-    )
+    shared = Band(start + per_group * head_dim, 2 * head_dim, copies)
+    return Band(start + place * query_rows, query_rows), shared
 
 
 class SelfAttention(nn.Module):
@@ -145,9 +143,8 @@ class SelfAttention(nn.Module):
         self.layer, self.context = layer, context
         tp, hidden = factory.tp, config.hidden_size
         heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        self.groups = max(groups // tp.size, 1)  # of this rank
+        self.groups, self.head_dim = max(groups // tp.size, 1), dim  # of this rank
         self.heads_per_group = heads // tp.size // self.groups
-        self.head_dim = dim
         self.interleaved = config.rotary_interleaved
         self.linear_qkv = ColumnParallelLinear(
             hidden,
@@ -184,11 +181,9 @@ class SelfAttention(nn.Module):
             mask = inference_cache.causal_mask(key.shape[0], key.device)
             new = (t.permute(1, 2, 0, 3) for t in (key, value))
             key, value = (t.permute(2, 0, 1, 3) for t in inference_cache.extend(self.layer, *new))
-        if self.recompute_core:
-            core = recomputed(self.core_attention, self.context, query, key, value, mask)
-        else:
-            core = self.core_attention(query, key, value, mask)
-        return self.linear_proj(core)
+        if not self.recompute_core:
+            return self.linear_proj(self.core_attention(query, key, value, mask))
+        return self.linear_proj(recomputed(self.core_attention, self.context, query, key, value, mask))
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, heads, d], keys and values [s, b, groups, d], of this rank."""

@@ -19,15 +19,12 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, factory: LayerFactory) -> None:
         super().__init__()
         self.activation = mlp_activation(config)
-        hidden, bias, parts = config.hidden_size, config.add_bias_linear, 2 if config.gated_linear_unit else 1
+        hidden, bias, at = config.hidden_size, config.add_bias_linear, factory.at
+        parts = 2 if config.gated_linear_unit else 1
         width = parts * config.ffn_hidden_size
         bands = even_bands(width, factory.tp, parts)
-        self.linear_fc1 = ColumnParallelLinear(
-            hidden, width, factory.at("linear_fc1"), bias=bias, bands=bands
-        )
-        self.linear_fc2 = RowParallelLinear(
-            config.ffn_hidden_size, hidden, factory.at("linear_fc2"), bias=bias
-        )
+        self.linear_fc1 = ColumnParallelLinear(hidden, width, at("linear_fc1"), bias=bias, bands=bands)
+        self.linear_fc2 = RowParallelLinear(config.ffn_hidden_size, hidden, at("linear_fc2"), bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(self.linear_fc1(x), activation=self.activation)

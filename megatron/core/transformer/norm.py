@@ -97,9 +97,6 @@ class Norm(SinkModule):
         return weight + 1.0 if self.less_one else weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor
         if self.bias is None:
-            y = _RMSNorm.apply(x, self.weight, self)
-        else:
-            y = _LayerNorm.apply(x, self.weight, self.bias, self)
-        return y
+            return _RMSNorm.apply(x, self.weight, self)
+        return _LayerNorm.apply(x, self.weight, self.bias, self)

@@ -1,11 +1,10 @@
 """Dropping activations and computing them again in the backward pass.
 
-[Note: recompute] The first forward runs without a graph and keeps the segment's inputs and the dropout
-clock. The backward runs the segment again with a graph, under that clock, and backpropagates through it:
-layers report each weight gradient once, from the second run only, and dropout masks are the same in both,
-so gradients are bit-identical to those without recomputation. `torch.utils.checkpoint` would also save and
-restore global random state and replay through saved-tensor hooks; stateless dropout makes the former
-pointless.
+[Note: recompute] The first forward runs without a graph and keeps the segment's inputs and the dropout clock. The
+backward runs the segment again with a graph, under that clock, and backpropagates through it: layers report each
+weight gradient once, from the second run only, and dropout masks are the same in both, so gradients are bit-identical
+to those without recomputation. `torch.utils.checkpoint` would also save and restore global random state and replay
+through saved-tensor hooks; stateless dropout makes the former pointless.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class _Recompute(torch.autograd.Function):
             for saved, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         context, now = ctx.context, (ctx.context.iteration, ctx.context.microbatch)
-        context.iteration, context.microbatch = (
-            ctx.moment
-        )  # the dropout clock only, not the sink's microbatch
+        # The dropout clock only, not the sink's microbatch.
+        context.iteration, context.microbatch = ctx.moment
         try:
             with torch.enable_grad():
                 output = ctx.segment(*inputs)
@@ -62,5 +60,4 @@ def recomputed(
     """
     if not torch.is_grad_enabled():
         return segment(*inputs)
-    output: Tensor = _Recompute.apply(segment, context, anchor, *inputs)
-    return output
+    return _Recompute.apply(segment, context, anchor, *inputs)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Llama 3.1's scaling: wavelengths beyond the original context are stretched, short ones kept, between them
-# blended.
+# Llama 3.1's scaling: wavelengths beyond the original context are stretched, short ones kept, between them blended.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_CONTEXT_TOKENS = 8192
@@ -62,16 +61,14 @@ def _rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """t with its first 2 n dims rotated, n = cos.shape[-1]; the rest copied."""
     half = cos.shape[-1]
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    firsts, seconds = slice(half), slice(half, 2 * half)
     if interleaved:
-        a, b = t[..., 0 : 2 * half : 2], t[..., 1 : 2 * half : 2]
-        out_a, out_b = out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2]
-    else:
-        a, b = t[..., :half], t[..., half : 2 * half]
-        out_a, out_b = out[..., :half], out[..., half : 2 * half]
-    out_a.copy_((a * cos).sub_(b * sin))
-    out_b.copy_((b * cos).add_(a * sin))
+        firsts, seconds = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    a, b = t[..., firsts], t[..., seconds]
+    out[..., firsts] = (a * cos).sub_(b * sin)
+    out[..., seconds] = (b * cos).add_(a * sin)
     if t.shape[-1] > 2 * half:
-        out[..., 2 * half :].copy_(t[..., 2 * half :])
+        out[..., 2 * half :] = t[..., 2 * half :]
     return out
 
 
@@ -92,5 +89,4 @@ class _Rope(torch.autograd.Function):
 
 def apply_rope(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotates heads t [s, b, heads, d] by the angles of positions s; products in fp32, result in t's dtype."""
-    out: Tensor = _Rope.apply(t, cos, sin, interleaved)
-    return out
+    return _Rope.apply(t, cos, sin, interleaved)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.tensor_parallel.sink_module import LayerFactory
-from megatron.core.transformer.attention import Angles, InferenceCache, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
@@ -32,34 +33,14 @@ class TransformerLayer(nn.Module):
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        angles: Angles | None = None,
-        inference_cache: InferenceCache | None = None,
-    ) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x), mask, angles, inference_cache)
+    def forward(self, x: Tensor, *seen: Any) -> Tensor:
+        """seen: mask, angles and cache, as of `SelfAttention.forward`."""
+        attended = self.self_attention(self.input_layernorm(x), *seen)
         x = self._add(x, attended, self.attention_site)
         return self._add(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_site)
 
     def _add(self, residual: Tensor, branch: Tensor, site: DropoutSite) -> Tensor:
         return residual + dropout(branch, self.hidden_dropout, site, self.training)
-
-
-def recompute_chunks(config: TransformerConfig, num_layers: int) -> list[tuple[int, int, bool]]:
-    """(first, end, recomputed) over a stage's layers.
-
-    uniform: all layers, in chunks of `recompute_num_layers` of which only the inputs are kept. block: the
-    first `recompute_num_layers` layers one by one, the others whole.
-    """
-    if config.recompute_granularity != "full":
-        return [(0, num_layers, False)]
-    step = config.recompute_num_layers or 1
-    if config.recompute_method == "block":
-        dropped = min(step, num_layers)
-        return [(i, i + 1, True) for i in range(dropped)] + [(dropped, num_layers, False)]
-    return [(i, min(i + step, num_layers), True) for i in range(0, num_layers, step)]
 
 
 class TransformerBlock(nn.Module):
@@ -80,29 +61,20 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        made = {
-            str(layer): TransformerLayer(config, context, layer, factory.at(f"layers.{layer}"))
-            for layer in layers
-        }
-        self.layers = nn.ModuleDict(made)
-        self.final_layernorm = None
-        if final_norm:
-            self.final_layernorm = Norm(config, config.hidden_size, factory.at("final_layernorm"))
-        self.chunks = recompute_chunks(config, len(layers))
+        made = (TransformerLayer(config, context, i, factory.at(f"layers.{i}")) for i in layers)
+        self.layers = nn.ModuleDict(dict(zip(map(str, layers), made, strict=True)))
+        norm = factory.at("final_layernorm")
+        self.final_layernorm = Norm(config, config.hidden_size, norm) if final_norm else None
+        self.chunks = config.recompute_chunks(len(layers))
 
-    def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        angles: Angles | None = None,
-        inference_cache: InferenceCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *seen: Any) -> Tensor:
+        """seen: mask, angles and cache, as of `SelfAttention.forward`."""
         layers = list(self.layers.values())
         for first, end, dropped in self.chunks:
 
             def run(x: Tensor, part: Sequence[nn.Module] = tuple(layers[first:end])) -> Tensor:
                 for layer in part:
-                    x = layer(x, mask, angles, inference_cache)
+                    x = layer(x, *seen)
                 return x
 
             if dropped and self.training:

@@ -159,3 +159,17 @@ class TransformerConfig:
     def attention_output_bias(self) -> bool:
         """The attention's output projection has a bias."""
         return self.add_bias_linear or self.add_attention_output_bias
+
+    def recompute_chunks(self, num_layers: int) -> list[tuple[int, int, bool]]:
+        """(first, end, whether activations are computed again in the backward) of runs of a stage's layers.
+
+        uniform: all layers, in chunks of `recompute_num_layers` of which only the inputs are kept. block: the
+        first `recompute_num_layers` layers one by one, the others whole.
+        """
+        if self.recompute_granularity != "full":
+            return [(0, num_layers, False)]
+        step = self.recompute_num_layers or 1
+        if self.recompute_method == "block":
+            dropped = min(step, num_layers)
+            return [(at, at + 1, True) for at in range(dropped)] + [(dropped, num_layers, False)]
+        return [(at, min(at + step, num_layers), True) for at in range(0, num_layers, step)]

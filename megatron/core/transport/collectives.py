@@ -8,8 +8,8 @@ alive until then.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -18,10 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.transport.gloo_pairs import Works, exchange_in_pairs, gather_in_pairs
+from megatron.core.transport.gloo_pairs import (
+    Pairs,
+    Works,
+    add_in_rank_order,
+    exchange_in_pairs,
+    gather_in_pairs,
+)
 from megatron.core.transport.peer_loss import blame
-from megatron.core.transport.pending import Call, Kept, Pending, done
-from megatron.core.transport.rank_order import add_in_rank_order
+from megatron.core.transport.pending import Call, Kept, Pending
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group, ParallelState  # uses these
@@ -38,7 +43,7 @@ _reduce_scatter_flat = dist.reduce_scatter_single if _TORCH >= (2, 13) else dist
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Pending:
     """tensor <- sum, max or min over the group, in place."""
     if group.size == 1:
-        return done("all_reduce", group)
+        return Pending("all_reduce", group)
 
     def begin() -> Begun:
         return dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True), None, ()
@@ -51,9 +56,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = 
     return all_gather_units([(output, input)], group, async_op=async_op)
 
 
-def all_gather_units(
-    pairs: Sequence[tuple[Tensor, Tensor]], group: Group, *, async_op: bool = True
-) -> Pending:
+def all_gather_units(pairs: Pairs, group: Group, *, async_op: bool = True) -> Pending:
     """Several all-gathers in one call: of each (output, input), output [size * n] <- every rank's input [n].
 
     Types and sizes may differ from pair to pair, and are the same on all ranks; an `input` may be its own slice of
@@ -68,13 +71,9 @@ def all_gather_units(
     if group.size == 1 or not flat:
         for row, input in _own_rows(flat, 0):
             row.copy_(input)
-        return done("all_gather", group)
+        return Pending("all_gather", group)
     begin = (_gather_each if group.backend == "gloo" else _gather_at_once)(flat, group)
-    payload = sum(output.nbytes for output, _ in flat)
-    call = Call("all_gather", group, begin, _tensors(pairs), payload)
-    if isinstance(pairs, Kept):
-        pairs.calls[None] = call
-    return call.launch(async_op)
+    return _first_call("all_gather", group, begin, pairs, 0, None).launch(async_op)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -85,49 +84,38 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: boo
     return reduce_scatter_units([(output, input)], group, accumulate=False, async_op=async_op)
 
 
-def reduce_scatter_units(
-    items: Sequence[tuple[Tensor, Tensor]],
-    group: Group,
-    *,
-    accumulate: bool | Sequence[bool],
-    async_op: bool = True,
-) -> Pending:
+def reduce_scatter_units(items: Pairs, group: Group, *, accumulate: bool, async_op: bool = True) -> Pending:
     """Several reduce-scatters in one call: of each (shard [n], full [size * n]), shard <- this rank's slice of the
-    sum over ranks of full; with `accumulate` (one for all, or one an item), shard <- shard + that sum.
+    sum over ranks of full; with `accumulate`, shard <- shard + that sum.
 
     Values travel in full's type and end in shard's. `full` is only read, until `wait()`; a shard that does not
     accumulate may be its own slice of it. gloo's own reduce-scatter is a hidden all-reduce at more than twice the
     CPU time, so there ranks exchange their slices and each sums its own in rank order: 16-bit values in fp32, the
     same bits on every run. NCCL sums in full's type, in an order of its own.
     """
-    one = accumulate if isinstance(accumulate, bool) else None
-    if isinstance(items, Kept) and one is not None and (kept := items.calls.get(one)) is not None:
+    if isinstance(items, Kept) and (kept := items.calls.get(accumulate)) is not None:
         return kept.launch(async_op, group)
-    adds = [accumulate] * len(items) if isinstance(accumulate, bool) else list(accumulate)
-    assert len(adds) == len(items), f"accumulate for {len(adds)} of {len(items)} items"
     for shard, full in items:
         assert full.numel() == group.size * shard.numel(), f"{full.shape} != {group.size} x {shard.shape}"
-    parts = [
-        _Part(shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1), add)
-        for (shard, full), add in zip(items, adds, strict=True)
+    flat = [
+        # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
+        (shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1))
+        for shard, full in items
         if shard.numel()
     ]
-    if group.size == 1 or not parts:
-        for part in parts:
-            part.take(part.full[0])
-        return done("reduce_scatter", group)
-    payload = sum(part.full.nbytes for part in parts)
-    call = Call("reduce_scatter", group, _reduce(parts, group), _tensors(items), payload)
-    if isinstance(items, Kept) and one is not None:
-        items.calls[one] = call
-    return call.launch(async_op)
+    if group.size == 1 or not flat:
+        for shard, full in flat:
+            _take(shard, full[0], accumulate)
+        return Pending("reduce_scatter", group)
+    begin = _reduce(flat, group, accumulate)
+    return _first_call("reduce_scatter", group, begin, items, 1, accumulate).launch(async_op)
 
 
 def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     """bucket <- its sum over the group, in place, always asynchronous. Its size is a multiple of the group's.
 
     On gloo the sum runs in rank order, in fp32 at least: see [Note: sums in rank order] in
-    distributed/distributed_data_parallel. It receives beside the bucket (`temporary_bytes`), and its second half
+    distributed/grad_reduce_pipeline. It receives beside the bucket (`temporary_bytes`), and its second half
     (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
     """
     parts = bucket.view(group.size, bucket.numel() // group.size)
@@ -136,7 +124,7 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
         return all_reduce(bucket, group, async_op=True)
     share = parts[group.rank]
     group.traffic.count("all_reduce", bucket.nbytes)
-    reduce = _reduce([_Part(share, parts, False)], group)
+    reduce = _reduce([(share, parts)], group, False)
 
     def begin() -> Begun:
         work, sum_parts, temporaries = reduce()
@@ -151,33 +139,32 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     return Call("sum_gradients", group, begin, (bucket,)).launch(True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """One item of a reduce-scatter: shard [n] (+)= sums of full [size, n]."""
-
-    shard: Tensor
-    full: Tensor
-    accumulate: bool
-
-    def take(self, total: Tensor) -> None:
-        """The sum has arrived."""
-        if self.accumulate:
-            self.shard.add_(total)
-        elif self.shard.data_ptr() != total.data_ptr():
-            self.shard.copy_(total)
+def _first_call(
+    op: str, group: Group, begin: Callable[[], Begun], pairs: Pairs, whole: int, key: bool | None
+) -> Call:
+    """Kept where pairs are. whole: which of each pair is the full buffer, as traffic is counted."""
+    payload = sum(pair[whole].nbytes for pair in pairs)
+    call = Call(op, group, begin, tuple(itertools.chain.from_iterable(pairs)), payload)
+    if isinstance(pairs, Kept):
+        pairs.calls[key] = call
+    return call
 
 
-def _tensors(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-    return tuple(tensor for item in items for tensor in item)
+def _take(shard: Tensor, total: Tensor, accumulate: bool) -> None:
+    """The sum has arrived."""
+    if accumulate:
+        shard.add_(total)
+    elif shard.data_ptr() != total.data_ptr():
+        shard.copy_(total)
 
 
-def _own_rows(flat: Sequence[tuple[Tensor, Tensor]], rank: int) -> list[tuple[Tensor, Tensor]]:
+def _own_rows(flat: Pairs, rank: int) -> list[tuple[Tensor, Tensor]]:
     """(row, input): of outputs that their inputs are no part of."""
     rows = [(output[rank], input) for output, input in flat]
     return [(row, input) for row, input in rows if row.data_ptr() != input.data_ptr()]
 
 
-def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], Begun]:
+def _gather_each(flat: Pairs, group: Group) -> Callable[[], Begun]:
     """All-gather on gloo."""
     if host := _on_host([input for _, input in flat], group):
         call = host.all_gather(flat)
@@ -193,7 +180,7 @@ def _gather_each(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callabl
     return begin
 
 
-def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Callable[[], Begun]:
+def _gather_at_once(flat: Pairs, group: Group) -> Callable[[], Begun]:
     """All-gather by the backend; several as bytes, since one of its calls takes one type."""
     as_bytes = [(output.view(-1).view(torch.uint8), input.view(torch.uint8)) for output, input in flat]
 
@@ -210,12 +197,13 @@ def _gather_at_once(flat: Sequence[tuple[Tensor, Tensor]], group: Group) -> Call
     return begin
 
 
-def _reduce(parts: Sequence[_Part], group: Group) -> Callable[[], Begun]:
-    """Reduce-scatter by the best way that the group has."""
-    if host := _on_host([part.full[1:] for part in parts], group):
-        call = host.reduce_scatter([(part.shard, part.full, part.accumulate) for part in parts])
+def _reduce(flat: Pairs, group: Group, accumulate: bool) -> Callable[[], Begun]:
+    """Reduce-scatter of each (shard [n], full [size, n]), by the best way that the group has."""
+    if host := _on_host([full[1:] for _, full in flat], group):
+        call = host.reduce_scatter(flat, accumulate)
         return lambda: (call(), None, ())
-    return functools.partial(_exchange if group.backend == "gloo" else _reduce_at_once, parts, group)
+    way = _exchange if group.backend == "gloo" else _reduce_at_once
+    return functools.partial(way, flat, group, accumulate)
 
 
 def _on_host(tensors: Sequence[Tensor], group: Group) -> ShmTransport | None:
@@ -223,57 +211,56 @@ def _on_host(tensors: Sequence[Tensor], group: Group) -> ShmTransport | None:
     return group.shm if group.shm is not None and group.shm.fits(tensors) else None
 
 
-def _exchange(parts: Sequence[_Part], group: Group) -> Begun:
+def _exchange(flat: Pairs, group: Group, accumulate: bool) -> Begun:
     """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order."""
-    received = [part.full.new_empty(group.size - 1, part.full.shape[1]) for part in parts]
+    received = [full.new_empty(group.size - 1, full.shape[1]) for _, full in flat]
 
     def finish() -> None:
-        for part, others in zip(parts, received, strict=True):
-            own = part.full[group.rank]
-            in_order = [*others[: group.rank], own, *others[group.rank :]]
-            add_in_rank_order(in_order, part.shard, accumulate=part.accumulate)
+        for (shard, full), others in zip(flat, received, strict=True):
+            in_order = [*others[: group.rank], full[group.rank], *others[group.rank :]]
+            add_in_rank_order(in_order, shard, accumulate=accumulate)
 
-    full = [part.full for part in parts]
-    return exchange_in_pairs(full, received, _process_group(group)), finish, tuple(received)
+    work = exchange_in_pairs([full for _, full in flat], received, _process_group(group))
+    return work, finish, tuple(received)
 
 
-def _reduce_at_once(parts: Sequence[_Part], group: Group) -> Begun:
+def _reduce_at_once(flat: Pairs, group: Group, accumulate: bool) -> Begun:
     """Reduce-scatter by the backend: into the shard itself where its type is full's and nothing is added."""
-    direct = [not part.accumulate and part.shard.dtype == part.full.dtype for part in parts]
+    direct = [not accumulate and shard.dtype == full.dtype for shard, full in flat]
     totals = [
-        part.shard if into else part.full.new_empty(part.shard.shape)
-        for part, into in zip(parts, direct, strict=True)
+        shard if into else full.new_empty(shard.shape)
+        for (shard, full), into in zip(flat, direct, strict=True)
     ]
+    temporaries = tuple(total for total, into in zip(totals, direct, strict=True) if not into)
 
-    def start_one(part: _Part, total: Tensor) -> dist.Work:
-        return _reduce_scatter_flat(total, part.full.view(-1), group=group.process_group, async_op=True)
+    def start_one(full: Tensor, total: Tensor) -> dist.Work:
+        return _reduce_scatter_flat(total, full.view(-1), group=group.process_group, async_op=True)
 
     def call() -> Running:
-        if len(parts) == 1:
-            return start_one(parts[0], totals[0])
+        if len(flat) == 1:
+            return start_one(flat[0][1], totals[0])
         works = []
-        for dtype in dict.fromkeys(part.full.dtype for part in parts):  # one of its calls takes one type
+        for dtype in dict.fromkeys(full.dtype for _, full in flat):  # one of its calls takes one type
             with dist._coalescing_manager(group.process_group, async_ops=True) as together:
-                for part, total in zip(parts, totals, strict=True):
-                    if part.full.dtype == dtype:
-                        start_one(part, total)
+                for (_, full), total in zip(flat, totals, strict=True):
+                    if full.dtype == dtype:
+                        start_one(full, total)
             works += together.works
         return Works(works)
 
     def finish() -> None:
-        for part, total, into in zip(parts, totals, direct, strict=True):
+        for (shard, _), total, into in zip(flat, totals, direct, strict=True):
             if not into:
-                part.take(total)
+                _take(shard, total, accumulate)
                 group.device.record_use(total)
 
-    temporaries = tuple(total for total, into in zip(totals, direct, strict=True) if not into)
     return call(), finish, temporaries
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool = False) -> Pending:
     """tensor <- that of the group's rank `source`, in place."""
     if group.size == 1:
-        return done("broadcast", group)
+        return Pending("broadcast", group)
 
     def begin() -> Begun:
         work = dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True)

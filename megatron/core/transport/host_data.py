@@ -38,17 +38,16 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 def broadcast_json(value: Any, group: Group, source: int = 0) -> Any:
     """The value of the group's rank `source` on every rank, through JSON; what others pass is ignored."""
-    data = json.dumps(value).encode() if group.rank == source else b""
-    if group.size == 1:
-        return json.loads(data)
-    device = _device(group)
-    length = torch.tensor([len(data)], device=device)
-    collectives.broadcast(length, group, source)
-    buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)  # sync: the size of host data
-    if data:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    collectives.broadcast(buffer, group, source)
-    return json.loads(buffer.cpu().numpy().tobytes())
+    data = bytearray(json.dumps(value).encode()) if group.rank == source else bytearray()
+    if group.size > 1:
+        device = _device(group)
+        length = torch.tensor([len(data)], device=device)
+        collectives.broadcast(length, group, source)
+        data = data or bytearray(int(length.item()))  # sync: the size of host data
+        buffer = torch.frombuffer(data, dtype=torch.uint8).to(device)
+        collectives.broadcast(buffer, group, source)
+        data = bytearray(buffer.cpu().numpy().tobytes())
+    return json.loads(data)
 
 
 def _device(group: Group) -> torch.device:

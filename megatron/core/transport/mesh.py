@@ -13,17 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device, device_in_use
-from megatron.core.transport import host_data
-from megatron.core.transport.parallel_state import (
-    DEFAULT_TIMEOUT,
-    Group,
-    ParallelState,
-    make_parallel_state,
-    make_state_of_parts,
-    single_process,
-)
-from megatron.core.transport.rank_grid import RankGrid
-from megatron.core.transport.rank_groups import MeshError, parts_from_places
+from megatron.core.transport import host_data, parallel_state
+from megatron.core.transport.parallel_state import DEFAULT_TIMEOUT, Group, ParallelState
+from megatron.core.transport.rank_grid import MeshError, RankGrid, parts_from_places
 
 
 def device_mesh(ps: ParallelState, *purposes: str) -> DeviceMesh:
@@ -69,18 +61,14 @@ def parallel_state_of_mesh(
     outer = mesh.mesh.shape[0] if mesh.ndim == 2 else 1
     # (the mesh's first rank, place in it, its size, its outer size): all of everybody's meshes in four numbers a rank.
     # A rank with a mesh of no use says so here and is told afterwards, else the others would wait for it.
-    here = (
-        (ranks[0], ranks.index(rank), len(ranks), outer)
-        if mesh.ndim <= 2 and rank in ranks
-        else (-1, 0, 0, 0)
-    )
+    here = (-1, 0, 0, 0)
+    if mesh.ndim <= 2 and rank in ranks:
+        here = ranks[0], ranks.index(rank), len(ranks), outer
     backend, world = "gloo" if dist.get_backend() == "gloo" else device.backend, range(dist.get_world_size())
     everyone = Group("default", tuple(world), rank, backend, dist.group.WORLD, device, timeout)
     places = host_data.all_gather_json(here, everyone)
     _check_mesh(mesh, rank)
-    parts = parts_from_places(places)
-    own = next(part for part in parts if rank in part.ranks)
-    return make_state_of_parts(parts, own, device, timeout)
+    return parallel_state.make_state_of_parts(parts_from_places(places), rank, device, timeout)
 
 
 def data_parallel_state(
@@ -92,10 +80,10 @@ def data_parallel_state(
     default process group.
     """
     if not dist.is_initialized():
-        return single_process(device or device_in_use(), timeout=timeout)
+        return parallel_state.single_process(device or device_in_use(), timeout=timeout)
     device = device or device_in_use("cpu" if dist.get_backend() == "gloo" else None)
     world_size = dist.get_world_size()
-    return make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
+    return parallel_state.make_parallel_state(RankGrid(world_size, dp=world_size), device, timeout)
 
 
 def _check_mesh(mesh: DeviceMesh, rank: int) -> None:

@@ -1,6 +1,6 @@
 """Who this rank is and whom it talks to: one frozen `ParallelState`, built once, passed first as `ps`.
 
-The only module that makes process groups. A group belongs to a *purpose* (a row of `rank_groups.PURPOSES`): two
+The only module that makes process groups. A group belongs to a *purpose* (a row of `rank_grid.PURPOSES`): two
 purposes over the same ranks have separate communicators, because one communicator runs its collectives one
 after the other.
 
@@ -16,19 +16,18 @@ import datetime
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from megatron.core.device import Device, current_device
 from megatron.core.transport.peer_loss import peer_loss_named
-from megatron.core.transport.rank_grid import RankGrid
-from megatron.core.transport.rank_groups import PURPOSES, Purpose, WorldPart, check_instances
+from megatron.core.transport.rank_grid import PURPOSES, Purpose, RankGrid, WorldPart
 from megatron.core.transport.shm_transport import ShmTransport, open_shm_transport
 from megatron.core.transport.traffic import TrafficCounter
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
-
+_T = TypeVar("_T")
 
 Observer = Callable[[str, str, tuple[int, ...]], None]  # (operation, purpose, ranks)
 
@@ -63,31 +62,26 @@ class Group:
             self.observer(op, self.purpose, self.ranks)
 
 
-@dataclasses.dataclass(frozen=True)
-class _GroupOf:
-    """A read-only attribute of a parallel state: its group for a purpose."""
+class _Of(Generic[_T]):
+    """A read-only attribute of a parallel state."""
 
-    purpose: str
+    def __init__(self, read: Callable[[ParallelState], _T]) -> None:
+        self._read = read
 
-    def __get__(self, ps: ParallelState, owner: type) -> Group:
-        return ps.group(self.purpose)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RankAlong:
-    """The same: this rank's place along an axis."""
-
-    axis: str
-
-    def __get__(self, ps: ParallelState, owner: type) -> int:
-        return ps.coordinates[self.axis]
+    def __get__(self, ps: ParallelState, owner: type) -> _T:
+        return self._read(ps)
 
 
-class _SizeAlong(_RankAlong):
-    """The same: number of ranks along an axis."""
+def _group(purpose: str) -> _Of[Group]:
+    return _Of(lambda ps: ps.group(purpose))
 
-    def __get__(self, ps: ParallelState, owner: type) -> int:
-        return int(getattr(ps.grid, self.axis))
+
+def _rank(axis: str) -> _Of[int]:
+    return _Of(lambda ps: ps.coordinates[axis])
+
+
+def _size(axis: str) -> _Of[int]:
+    return _Of(lambda ps: ps.grid.size(axis))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,29 +102,29 @@ class ParallelState:
         assert purpose in self.groups, f"no group {purpose!r}; purposes: {sorted(self.groups)}"
         return self.groups[purpose]
 
-    world_group = _GroupOf("world")
-    control_group = _GroupOf("control")
-    dp_group = _GroupOf("dp")
+    world_group = _group("world")
+    control_group = _group("control")
+    dp_group = _group("dp")
     # The inner ranks: one distributed optimizer instance, all of dp when there is one.
-    dp_reduce_group = _GroupOf("dp_reduce")
+    dp_reduce_group = _group("dp_reduce")
     # The inner ranks on another communicator: parameters are gathered while gradients are reduced.
-    dp_gather_group = _GroupOf("dp_gather")
-    dp_outer_group = _GroupOf("dp_outer")  # the same shard in every distributed optimizer instance
-    tp_group = _GroupOf("tp")
-    mp_group = _GroupOf("mp")  # all ranks that together hold one copy of the model
-    pp_group = _GroupOf("pp")
-    pp_forward_group = _GroupOf("pp_forward")
-    pp_backward_group = _GroupOf("pp_backward")
+    dp_gather_group = _group("dp_gather")
+    dp_outer_group = _group("dp_outer")  # the same shard in every distributed optimizer instance
+    tp_group = _group("tp")
+    mp_group = _group("mp")  # all ranks that together hold one copy of the model
+    pp_group = _group("pp")
+    pp_forward_group = _group("pp_forward")
+    pp_backward_group = _group("pp_backward")
     # The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone.
-    embedding_group = _GroupOf("embedding")
+    embedding_group = _group("embedding")
 
     @functools.cached_property
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place along every axis."""
         return MappingProxyType(dict(self.grid.coordinates(self.rank)))
 
-    tp_rank, dp_rank, pp_rank = _RankAlong("tp"), _RankAlong("dp"), _RankAlong("pp")
-    tp_size, dp_size, pp_size = _SizeAlong("tp"), _SizeAlong("dp"), _SizeAlong("pp")
+    tp_rank, dp_rank, pp_rank = _rank("tp"), _rank("dp"), _rank("pp")
+    tp_size, dp_size, pp_size = _size("tp"), _size("dp"), _size("pp")
 
     @property
     def is_first_rank(self) -> bool:
@@ -151,31 +145,25 @@ def init_process_group(
     backend: str | None = None,
     init_method: str = "env://",
     store: dist.Store | None = None,
-) -> dist.Store:
-    """Meet the other ranks of the world (torch's default process group); the store that they met through.
+) -> None:
+    """Meet the other ranks of the world (torch's default process group); a world of one meets nobody.
 
-    A world of one meets nobody: its store is a local one. backend: the device's own by default. init_method "env://" is
-    what torchrun sets up. store: one that all ranks have reached already, instead of an init_method.
-
+    backend: the device's own by default. init_method "env://" is what torchrun sets up. store: one that all ranks have
+    reached already, instead of an init_method.
     Raises PeerLostError when a rank does not come within the timeout or dies meanwhile.
     """
     if world_size == 1:
-        return store or dist.HashStore()
-    everyone = tuple(range(world_size))
-    if store is None:
-        with peer_loss_named("rendezvous", "default", everyone, rank):
-            store, _, _ = next(iter(dist.rendezvous(init_method, rank, world_size, timeout=timeout)))
-        store.set_timeout(timeout)
-    with peer_loss_named("init_process_group", "default", everyone, rank):
+        return
+    with peer_loss_named("init_process_group", "default", tuple(range(world_size)), rank):
         dist.init_process_group(
             backend or device.backend,
+            init_method=init_method if store is None else None,
             store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=device.torch_device if device.kind == "cuda" else None,
         )
-    return store
 
 
 def destroy_process_group(ps: ParallelState) -> None:
@@ -208,28 +196,25 @@ def make_parallel_state(
     arguments. Raises RankGridError when the instances do not divide dp, PeerLostError naming the purpose whose
     group was being made.
     """
-    check_instances(grid, num_distributed_optimizer_instances)
-    if grid.world_size == 1:
-        return single_process(device, grid=grid, timeout=timeout)
-    world_size = dist.get_world_size()
+    rank, world_size = (0, 1) if grid.world_size == 1 else (dist.get_rank(), dist.get_world_size())
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
     everyone = WorldPart(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
-    return make_state_of_parts([everyone], everyone, device, timeout, observer)
+    return make_state_of_parts([everyone], rank, device, timeout, observer)
 
 
 def make_state_of_parts(
     parts: list[WorldPart],
-    own: WorldPart,
+    rank: int,
     device: Device,
     timeout: datetime.timedelta,
     observer: Observer | None = None,
 ) -> ParallelState:
-    """A state of `own`, the part of torch's world in which this rank stands. parts: all of them, on every rank.
+    """A state of the part of torch's world in which this rank of that world stands. parts: all of them, on every rank.
 
     Communicates over the default process group: every rank goes through the groups of all parts and keeps its own.
     Raises PeerLostError naming the purpose whose group was being made.
     """
-    rank = dist.get_rank()
+    own = next(part for part in parts if rank in part.ranks)
     groups: dict[str, Group] = {}
     transports: list[ShmTransport] = []
     for purpose in PURPOSES:
@@ -248,20 +233,11 @@ def make_state_of_parts(
 
 
 def single_process(
-    device: Device | None = None,
-    *,
-    grid: RankGrid | None = None,
-    timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+    device: Device | None = None, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT
 ) -> ParallelState:
     """A world of one: no process group, no communication at all."""
-    device = device or current_device()
-    grid = grid or RankGrid(world_size=1)
-    assert grid.world_size == 1, f"single_process with a grid for {grid.world_size} ranks"
-    groups = {
-        purpose.name: Group(purpose.name, (0,), 0, _backend(purpose, device), None, device, timeout)
-        for purpose in PURPOSES
-    }
-    return ParallelState(0, 1, grid, device, MappingProxyType(groups))
+    alone = WorldPart((0,), RankGrid(world_size=1))
+    return make_state_of_parts([alone], 0, device or current_device(), timeout)
 
 
 def _backend(purpose: Purpose, device: Device) -> str:
@@ -301,7 +277,6 @@ def _options(
     if list(ranks) != sorted(ranks):  # a mesh in an order of its own; torch sorts unless told
         options["sort_ranks"] = False
     if backend == "nccl" and purpose.high_priority:
-        nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        nccl = options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         nccl._timeout = timeout  # torch warns where the two differ
-        options["pg_options"] = nccl
     return options

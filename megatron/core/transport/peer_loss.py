@@ -42,10 +42,13 @@ class PeerLostError(RuntimeError):
     where: str = dataclasses.field(default="", kw_only=True)
 
     def __str__(self) -> str:
-        lost = "a peer" if self.peer is None else f"rank {self.peer}"
+        lost, ranks = "a peer" if self.peer is None else f"rank {self.peer}", str(list(self.ranks))
+        if len(self.ranks) > 16:
+            first = ", ".join(map(str, self.ranks[:8]))
+            ranks = f"[{first}, ... {self.ranks[-1]}], {len(self.ranks)} in all"
         return (
             f"rank {self.rank}: {self.where + ': ' if self.where else ''}lost {lost} in {self.op} over group "
-            f"{self.purpose!r} (ranks {_abridged(self.ranks)}) after {self.elapsed_s:.1f} s: {self.detail}"
+            f"{self.purpose!r} (ranks {ranks}) after {self.elapsed_s:.1f} s: {self.detail}"
         )
 
     def at(self, where: str) -> PeerLostError:
@@ -58,38 +61,37 @@ class PeerLostError(RuntimeError):
 
 @contextlib.contextmanager
 def peer_loss_named(
-    op: str,
-    purpose: str,
-    ranks: tuple[int, ...],
-    rank: int,
-    *,
-    started: float | None = None,
-    peer: int | None = None,
+    op: str, purpose: str, ranks: tuple[int, ...], rank: int, *, peer: int | None = None
 ) -> Iterator[None]:
     """PeerLostError where a peer is to blame; any other error (a wrong shape or type is our own) passes.
 
-    ranks: those of the group. rank: this one's number in the world. started: when the call began, by
-    `time.monotonic`; now by default.
+    ranks: those of the group. rank: this one's number in the world.
     """
-    began = time.monotonic() if started is None else started
+    began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        ours = isinstance(error, PeerLostError) or _OWN.search(text) is not None
-        if ours or not (isinstance(error, dist.DistError) or _LOST.search(text)):
+        if not _is_loss(error):
             raise
-        elapsed_s = time.monotonic() - began
-        raise PeerLostError(op, purpose, ranks, rank, elapsed_s, _first_line(text), peer=peer) from error
+        detail = _first_line(str(error))
+        raise PeerLostError(op, purpose, ranks, rank, time.monotonic() - began, detail, peer=peer) from error
 
 
 def blame(error: RuntimeError, op: str, group: Group, started: float, peer: int | None = None) -> NoReturn:
     """Raise the error of a call on a group: as PeerLostError where a peer is to blame. By hand, in an `except`, where a
-    context manager around every call would cost too much."""
-    me = group.ranks[group.rank]
-    with peer_loss_named(op, group.purpose, group.ranks, me, started=started, peer=peer):
+    context manager around every call would cost too much. started: when the call began, by `time.monotonic`."""
+    if not _is_loss(error):
         raise error
-    raise AssertionError("not reached: an error passes or is told in other words")
+    me, elapsed_s = group.ranks[group.rank], time.monotonic() - started
+    detail = _first_line(str(error))
+    raise PeerLostError(op, group.purpose, group.ranks, me, elapsed_s, detail, peer=peer) from error
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """A peer is to blame, and it was not said yet."""
+    text = str(error)
+    ours = isinstance(error, PeerLostError) or _OWN.search(text) is not None
+    return not ours and (isinstance(error, dist.DistError) or _LOST.search(text) is not None)
 
 
 def _first_line(text: str) -> str:
@@ -98,9 +100,3 @@ def _first_line(text: str) -> str:
     line = line.partition(" This is typically caused by ")[0]  # gloo's advice to itself
     line = re.sub(r"\[[^\]]*\.(cc|cpp|h|hpp):\d+\]:?\s*", "", line)
     return re.sub(r"^\[[^\]]*\]:?\s*", "", line)
-
-
-def _abridged(ranks: tuple[int, ...]) -> str:
-    if len(ranks) <= 16:
-        return str(list(ranks))
-    return f"[{', '.join(map(str, ranks[:8]))}, ... {ranks[-1]}], {len(ranks)} in all"

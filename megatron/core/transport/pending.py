@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 class Pending:
     """A collective under way. `wait()` completes it (once; later calls do nothing).
 
-    buffers: tensors in use until then. finish: what is left to do once the data has arrived. peer: the world
-    rank of the other end, of a point to point message. temporary_bytes: of buffers that are neither the caller's
-    input nor output, so every one of these under way takes memory of its own.
+    work: None where there was nothing to do. buffers: tensors in use until then. finish: what is left to do once the
+    data has arrived. peer: the world rank of the other end, of a point to point message. temporary_bytes: of buffers
+    that are neither the caller's input nor output, so every one of these under way takes memory of its own.
     """
 
     op: str
     group: Group
-    work: Running | None
+    work: Running | None = None
     buffers: tuple[Tensor, ...] = ()
     finish: Callable[[], None] | None = None
     peer: int | None = None
@@ -95,8 +95,3 @@ class Kept(list[tuple[Tensor, Tensor]]):
         super().__init__(items)
         # Gathers: None; reductions: whether they accumulate.
         self.calls: dict[bool | None, Call] = {}
-
-
-def done(op: str, group: Group) -> Pending:
-    """A call that had nothing to do."""
-    return Pending(op, group, None)

@@ -1,15 +1,20 @@
-"""Which rank stands where: an order string gives every rank coordinates and every axis its groups (floor 0).
+"""Which rank stands where, and which talk to each other for each purpose: a grid, and the table `PURPOSES` (floor 0).
 
-The order names axes from the fastest varying to the slowest: in "tp-cp-ep-dp-pp" neighbouring ranks share a
+The order of a grid names axes from the fastest varying to the slowest: in "tp-cp-ep-dp-pp" neighbouring ranks share a
 tensor parallel group. Dense layers live on (tp, cp, dp, pp) with ep = 1; experts on their own grid over the
 same ranks, (etp, ep, expert dp, pp) with cp = 1 ("folding").
+
+Every list of ranks is computed from the grid alone, so the groups of 16,384 ranks can be looked at without starting
+any; `parallel_state` makes the communicators. The lists of one purpose partition the world: a rank with nobody to talk
+to for that purpose is a list of its own, and gets no communicator.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from typing import Literal
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -90,8 +95,8 @@ class RankGrid:
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The group of `rank` along `axes`."""
-        wanted = set(axes.split("-"))
-        start = self.rank({axis: at for axis, at in self.coordinates(rank).items() if axis not in wanted})
+        wanted, place, strides = set(axes.split("-")), self.coordinates(rank), self.strides
+        start = rank - sum(strides[axis] * place[axis] for axis in wanted)
         return tuple(start + offset for offset in self._offsets(wanted))
 
     def _offsets(self, wanted: Set[str]) -> list[int]:
@@ -126,3 +131,128 @@ def _left(world_size: int, sizes: Mapping[str, int]) -> int:
         told = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise RankGridError(f"{world_size} ranks cannot be divided into {told} = {model}")
     return world_size // model
+
+
+@dataclasses.dataclass(frozen=True)
+class Purpose:
+    """One row of the table of groups.
+
+    axes: ranks that differ only along these are one group. part: which of them. "ends": the first and the last
+    along the axis (those between are alone). "inner": runs of neighbours along the axis, one for each
+    distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
+    talks over the device's own backend, "host" over gloo whatever the device is (small host data, barriers
+    that can name the missing rank). point_to_point: its ranks talk in pairs, not all together. high_priority: on
+    CUDA its messages go before kernels that wait to be started. shared_memory: where all its ranks compute on the
+    CPUs of one host, large tensors go through memory that they share (`shm_transport`).
+    """
+
+    name: str
+    axes: str
+    part: Literal["all", "ends", "inner", "outer"] = "all"
+    transport: Literal["device", "host"] = "device"
+    point_to_point: bool = False
+    high_priority: bool = False
+    shared_memory: bool = False
+
+
+PURPOSES = (
+    Purpose("world", "-".join(AXES)),  # losses, flags that all ranks must agree on
+    Purpose("control", "-".join(AXES), transport="host"),  # JSON, barriers, checkpoints' plans
+    Purpose("dp", "dp"),  # sums over the ranks that see different samples
+    # Gradients of one optimizer instance; its parameters, gathered meanwhile.
+    Purpose("dp_reduce", "dp", part="inner", high_priority=True, shared_memory=True),
+    Purpose("dp_gather", "dp", part="inner", high_priority=True, shared_memory=True),
+    Purpose("dp_outer", "dp", part="outer"),  # the same shard in every instance
+    Purpose("tp", "tp"),  # activations inside a layer
+    Purpose("mp", "tp-pp"),  # all that together hold one copy of the model: norms, counts
+    Purpose("pp", "pp"),  # collectives over the stages
+    Purpose("pp_forward", "pp", point_to_point=True),  # activations, to later stages
+    Purpose("pp_backward", "pp", point_to_point=True),  # gradients, to earlier stages
+    Purpose("embedding", "pp", part="ends"),  # tied embeddings on the first and the last stage's ranks
+)
+
+
+def check_instances(grid: RankGrid, instances: int) -> None:
+    """Raises RankGridError when `instances` does not divide the data parallel size."""
+    if instances < 1 or grid.dp % instances:
+        raise RankGridError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the data parallel size "
+            f"{grid.dp}; choose one of {[n for n in range(1, grid.dp + 1) if grid.dp % n == 0]}"
+        )
+
+
+def rank_lists(purpose: Purpose, grid: RankGrid, instances: int = 1) -> tuple[tuple[int, ...], ...]:
+    """All groups of a purpose. instances: --num-distributed-optimizer-instances.
+
+    Raises RankGridError when instances do not divide dp.
+    """
+    check_instances(grid, instances)
+    along = grid.groups(purpose.axes)
+    return tuple(part for ranks in along for part in _parts(purpose, ranks, instances))
+
+
+def own_ranks(purpose: Purpose, grid: RankGrid, rank: int, instances: int = 1) -> tuple[int, ...]:
+    """The group of `rank`: what `rank_lists` holds for it, without computing the others'."""
+    check_instances(grid, instances)
+    ranks = grid.group(purpose.axes, rank)
+    return next(part for part in _parts(purpose, ranks, instances) if rank in part)
+
+
+def _parts(purpose: Purpose, ranks: tuple[int, ...], instances: int) -> list[tuple[int, ...]]:
+    """What the ranks along an axis, in their order, divide into."""
+    if purpose.part == "all" or len(ranks) == 1:
+        return [ranks]
+    if purpose.part == "ends":
+        return [(ranks[0], ranks[-1]), *((rank,) for rank in ranks[1:-1])]
+    size = len(ranks) // instances
+    if purpose.part == "inner":
+        return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    return [ranks[place::size] for place in range(size)]
+
+
+class MeshError(ValueError):
+    """A mesh of ranks that no data parallel state can be made of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorldPart:
+    """Ranks of the world that stand in a grid of their own. ranks: the world's, by their place in that grid.
+
+    instances: of the distributed optimizer.
+    """
+
+    ranks: tuple[int, ...]
+    grid: RankGrid
+    instances: int = 1
+
+    def rank_lists(self, purpose: Purpose) -> list[tuple[int, ...]]:
+        """All groups of a purpose within this part, as ranks of the world."""
+        lists = rank_lists(purpose, self.grid, self.instances)
+        return [tuple(self.ranks[place] for place in places) for places in lists]
+
+    def own_ranks(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
+        """The group of `rank`, one of the world's."""
+        places = own_ranks(purpose, self.grid, self.ranks.index(rank), self.instances)
+        return tuple(self.ranks[place] for place in places)
+
+
+def parts_from_places(told: Sequence[Sequence[int]]) -> list[WorldPart]:
+    """The meshes in which the ranks of a world stand, out of four numbers a rank, in rank order: the first rank of its
+    mesh (-1: it is in none), its place there, that mesh's size, and its outer size.
+
+    All ranks of a mesh are data parallel, outer x inner. Raises MeshError when meshes overlap or lack a rank.
+    """
+    meshes: dict[tuple[int, int, int], dict[int, int]] = {}
+    for rank, (first, place, size, outer) in enumerate(told):
+        if first >= 0:
+            meshes.setdefault((first, size, outer), {})[place] = rank
+    parts = []
+    for (first, size, outer), by_place in sorted(meshes.items()):
+        if set(by_place) != set(range(size)) or by_place[0] != first:
+            raise MeshError(
+                f"the mesh of {size} ranks from rank {first} is that of ranks {sorted(by_place.values())} only: "
+                "every rank of a mesh calls, with the same mesh, and meshes of different ranks do not overlap"
+            )
+        ranks = tuple(by_place[place] for place in range(size))
+        parts.append(WorldPart(ranks, RankGrid(size, dp=size), outer))
+    return parts

@@ -20,19 +20,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.core.transport import collectives
-from megatron.core.transport.rank_order import add_in_rank_order
+from megatron.core.transport.gloo_pairs import Pairs, add_in_rank_order
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
@@ -49,9 +50,6 @@ _SMALL = 1 << 20  # bytes
 # _PATIENCE_S it checks that their processes still run.
 _SPIN_S, _PATIENCE_S = 1e-4, 0.05
 _LONGEST_S = 1e-3  # of a sleep
-
-_Copies = tuple[Sequence[tuple[Tensor, Tensor]], ...]  # by turn: (into, from)
-_Take = Callable[[int], None]  # with the turn
 
 
 class ShmTransport:
@@ -77,15 +75,15 @@ class ShmTransport:
         """Whether they go into one slot."""
         return _places(tensors)[-1] <= SLOT_BYTES
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], Operation]:
+    def all_gather(self, pairs: Pairs) -> Callable[[], Operation]:
         """What starts it, as often as it is called: of each (output [size, n], input [n]), every rank's input into its
         row; an input may be that row. The inputs fit."""
         *places, end = _places([input for _, input in pairs])
         me, laid = self._rank, list(zip(pairs, places, strict=True))
-        puts = tuple(
+        puts = [
             [(_piece(slots[me], place, input), input) for (_, input), place in laid] for slots in self._slots
-        )
-        takes = tuple(
+        ]
+        takes = [
             [
                 (output[rank], input if rank == me else _piece(slot, place, input))
                 for (output, input), place in laid
@@ -93,26 +91,19 @@ class ShmTransport:
                 if rank != me or output[me].data_ptr() != input.data_ptr()
             ]
             for slots in self._slots
-        )
+        ]
+        return functools.partial(self._start, puts, takes, _copy, 2 * end)
 
-        def take(turn: int) -> None:
-            for row, sent in takes[turn]:
-                _copy(row, sent)
-
-        return lambda: self._start(puts, take, 2 * end)
-
-    def reduce_scatter(self, parts: Sequence[tuple[Tensor, Tensor, bool]]) -> Callable[[], Operation]:
-        """What starts it, as often as it is called: of each (shard [n], full [size, n], accumulate), the sum over
-        ranks, in their order, of this rank's row replaces the shard, or is added to it. All rows but one fit."""
-        *places, end = _places([full[1:] for _, full, _ in parts])
+    def reduce_scatter(self, parts: Pairs, accumulate: bool) -> Callable[[], Operation]:
+        """What starts it, as often as it is called: of each (shard [n], full [size, n]), the sum over ranks, in their
+        order, of this rank's row replaces the shard, or is added to it. All rows but one fit."""
+        *places, end = _places([full[1:] for _, full in parts])
         me, laid = self._rank, list(zip(parts, places, strict=True))
 
-        def put_in(slot: Tensor) -> list[tuple[Tensor, Tensor]]:
-            rows = [(_piece(slot, place, full[1:]), full) for (_, full, _), place in laid]
-            pieces = [
-                one for sent, full in rows for one in ((sent[:me], full[:me]), (sent[me:], full[me + 1 :]))
-            ]
-            return [one for one in pieces if one[0].numel()]
+        def put_in(slot: Tensor) -> Pairs:
+            rows = [(_piece(slot, place, full[1:]), full) for (_, full), place in laid]
+            both = [[(sent[:me], full[:me]), (sent[me:], full[me + 1 :])] for sent, full in rows]
+            return [one for halves in both for one in halves if one[0].numel()]
 
         def in_order(slots: Sequence[Tensor], full: Tensor, place: int) -> list[Tensor]:
             return [
@@ -120,17 +111,20 @@ class ShmTransport:
                 for rank, slot in enumerate(slots)
             ]
 
-        puts = tuple(put_in(slots[me]) for slots in self._slots)
+        puts = [put_in(slots[me]) for slots in self._slots]
         takes = [
-            [(in_order(slots, full, place), shard, accumulate) for (shard, full, accumulate), place in laid]
-            for slots in self._slots
+            [(in_order(slots, full, place), shard) for (shard, full), place in laid] for slots in self._slots
         ]
+        add = functools.partial(add_in_rank_order, accumulate=accumulate)
+        return functools.partial(self._start, puts, takes, add, 2 * end + 1)
 
-        def take(turn: int) -> None:
-            for sent, shard, accumulate in takes[turn]:
-                add_in_rank_order(sent, shard, accumulate=accumulate)
-
-        return lambda: self._start(puts, take, 2 * end + 1)
+    def _start(
+        self, puts: Sequence[Pairs], takes: Sequence[Sequence[Any]], take: Callable[..., None], mark: int
+    ) -> Operation:
+        operation = Operation(self, self._num_put + len(self._to_put) + 1, puts, takes, take, mark)
+        self._to_put.append(operation)
+        self._go_on()
+        return operation
 
     def is_done(self, number: int) -> bool:
         """Go on with what can be done, here and in the state's other transports; whether operation `number` is."""
@@ -143,25 +137,20 @@ class ShmTransport:
         started = looked = time.monotonic()
         while not self.is_done(number):
             now = time.monotonic()
+            waited_s = now - started
             if now - looked > _PATIENCE_S:
-                looked = now
-                self._look_for_lost(number, now - started)
-            if now - started > _SPIN_S:
-                time.sleep(min(_LONGEST_S, (now - started) / 4))
-
-    def _look_for_lost(self, number: int, waited_s: float) -> None:
-        late = self._late(number)
-        ended = {rank for rank, process in self._whose if rank in late and _has_ended(process)}
-        if gone := ended.intersection(self._late(number)):  # one may have put everything before it ended
-            raise RuntimeError(f"connection closed by peer: the process of rank {min(gone)} has ended")
-        if waited_s > self._timeout_s:
-            raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
-
-    def _start(self, puts: _Copies, take: _Take, mark: int) -> Operation:
-        operation = Operation(self, self._num_put + len(self._to_put) + 1, puts, take, mark)
-        self._to_put.append(operation)
-        self._go_on()
-        return operation
+                looked, late = now, self._late(number)
+                ended = {rank for rank, process in self._whose if rank in late and _has_ended(process)}
+                if gone := ended.intersection(
+                    self._late(number)
+                ):  # one may have put everything before it ended
+                    raise RuntimeError(
+                        f"connection closed by peer: the process of rank {min(gone)} has ended"
+                    )
+                if waited_s > self._timeout_s:
+                    raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
+            if waited_s > _SPIN_S:
+                time.sleep(min(_LONGEST_S, waited_s / 4))
 
     def _go_on(self) -> None:
         while self._to_put and all(peer[_TAKEN] >= self._num_put - 1 for peer in self._peers):
@@ -176,7 +165,8 @@ class ShmTransport:
             operation, turn = self._to_take.popleft(), self._num_taken % 2
             marks = {peer[_MARKS + turn] for peer in self._peers}
             assert marks == {operation.mark}, f"2 x bytes (+ 1: sums): here {operation.mark}, others {marks}"
-            operation.take(turn)
+            for sent in operation.takes[turn]:
+                operation.take(*sent)
             self._num_taken += 1
             self._own[_TAKEN] = self._num_taken
 
@@ -188,13 +178,14 @@ class ShmTransport:
 
 
 class Operation(NamedTuple):
-    """One under way: a work, as backends have them. puts: what others are to read, into this rank's slot. take: reads
-    every rank's slot. mark: a number that is the same on all ranks."""
+    """One under way: a work, as backends have them. puts, takes: by turn, what is written into this rank's slot, and
+    what `take` is called with to read every rank's. mark: a number that is the same on all ranks."""
 
     transport: ShmTransport
     number: int
-    puts: _Copies
-    take: _Take
+    puts: Sequence[Pairs]
+    takes: Sequence[Sequence[Any]]
+    take: Callable[..., None]
     mark: int
 
     def is_completed(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
@@ -24,57 +24,52 @@ from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusab
 
 _SHOWN_GROUPS = 8
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """total: of the model. per_rank: one number a rank. why: what is missing where they are None."""
-
-    total: int | None = None
-    per_rank: tuple[int, ...] | None = None
-    why: str | None = None
+_Section = tuple[Any, list[str]]  # of the JSON object and of the text
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Everything the check found, before it is printed."""
+    """Everything the check found. sections: what the JSON object has under each name, and the lines of the text."""
 
     config: Config
-    grid: RankGrid | None
-    expert_grid: RankGrid | None
-    pipeline: ScheduleSpec | None
-    parameters: Parameters
-    problems: tuple[Problem, ...]
-    warnings: tuple[str, ...]
-    not_found: tuple[str, ...]
+    sections: dict[str, _Section]
 
 
 def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     """Compute what can be computed of a configuration, sound or not."""
-    grid, several = _or_none(config.grid), config.parallel.expert_model_parallel_size != 1
-    expert_grid = _or_none(config.expert_grid) if several else None
-    config, pipeline = _with_vocabulary(config), None
+    grid, several, spec = _or_none(config.grid), config.parallel.expert_model_parallel_size != 1, None
+    experts = _or_none(config.expert_grid) if several else None
+    config = _with_vocabulary(config)
     if config.model.num_layers is not None:
         config = _or_none(config.chosen) or config
-        pipeline = _or_none(lambda: config.schedule_spec)
-    warnings = list(config.warnings)
-    if config.model.transformer_impl == "transformer_engine":
-        installed = available("transformer_engine")
-        state = "its layers are not supported yet" if installed else "not installed here"
-        warnings.append(
-            f"--transformer-impl transformer_engine: {state}; pass --transformer-impl local, or install "
-            "Transformer Engine (pip install 'transformer_engine[pytorch]')"
-        )
-    return Report(
-        config=config,
-        grid=grid,
-        expert_grid=expert_grid,
-        pipeline=pipeline,
-        parameters=_parameters(config, grid, pipeline, problems),
-        problems=tuple(problems),
-        warnings=tuple(warnings),
-        not_found=tuple(_not_found(config)),
-    )
+        spec = _or_none(lambda: config.schedule_spec)
+    warnings, files = [*config.warnings, *_transformer_engine(config)], _not_found(config)
+    values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
+    sections: dict[str, _Section] = {
+        "config": (values, []),
+        "origin": ({name: config.origin.get(name, "default") for name in values}, []),
+        "grid": _grids(grid, experts),
+        "sharding": _sharding(config),
+        "pipeline": _pipeline(config, spec),
+        "parameters": _parameters(grid, *_count(config, grid, spec, problems)),
+        "problems": ([{name: getattr(problem, name) for name in kept} for problem in problems], []),
+        "warnings": (warnings, [f"warning: {warning}" for warning in warnings]),
+        "notes": (config.notes, [f"note: {note}" for note in config.notes]),
+        "not_found": (files, [f"not found: {path}" for path in files]),
+    }
+    return Report(config, sections)
+
+
+def render_json(report: Report) -> str:
+    """One JSON object: config, origin, grid, sharding, pipeline, parameters, problems, warnings, notes, not_found."""
+    return json.dumps({name: facts for name, (facts, _) in report.sections.items()}) + "\n"
+
+
+def render_text(report: Report) -> str:
+    """The configuration as YAML, then grid, parameters, files and warnings as YAML comments: one file to keep."""
+    order = "grid sharding pipeline parameters not_found warnings notes".split()
+    lines = [f"# {line}" for name in order for line in report.sections[name][1]]
+    return report.config.to_yaml() + "\n".join(lines) + "\n"
 
 
 def _or_none(make: Callable[[], _T]) -> _T | None:
@@ -85,18 +80,21 @@ def _or_none(make: Callable[[], _T]) -> _T | None:
         return None
 
 
-def _num_microbatches(config: Config) -> int | None:
-    """Of one step after the ramp, None where the batch does not divide."""
-    return None if config.batch_schedule_or_none() is None else config.last_num_microbatches
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's own values as JSON can hold them."""
+    return {
+        name: value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
+        for name, value in extra.items()
+    }
 
 
 def _with_vocabulary(config: Config) -> Config:
     """With the padded vocabulary where it can be told without building the tokenizer."""
-    if config.model.padded_vocab_size is not None:
-        return config
     multiple, tp = config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    if config.model.padded_vocab_size is not None or multiple < 1 or tp < 1:
+        return config
     vocabulary = _vocabulary(config)
-    if vocabulary is None or multiple < 1 or tp < 1:
+    if vocabulary is None:
         return config
     return config.replace(padded_vocab_size=padded_vocabulary(vocabulary, multiple, tp))
 
@@ -113,39 +111,15 @@ def _vocabulary(config: Config) -> int | None:
     return known if known is not None else t.vocab_size
 
 
-def _parameters(
-    config: Config, grid: RankGrid | None, pipeline: ScheduleSpec | None, problems: Sequence[Problem]
-) -> Parameters:
-    model, vocabulary = config.model, config.model.padded_vocab_size
-    sizes = (
-        model.num_layers,
-        model.hidden_size,
-        model.num_attention_heads,
-        model.ffn_hidden_size,
-        model.kv_channels,
-    )
-    if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
-        return Parameters(why="the model's shape is not complete")
-    refused = {flag for problem in problems if problem.rule == "not-supported" for flag in problem.flags}
-    unbuilt = sorted(refused & {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"})
-    if unbuilt:
-        return Parameters(why=f"{', '.join(unbuilt)} is not supported yet")
-    if vocabulary is None:
-        return Parameters(why="vocab size unknown: the tokenizer's files are not here; give --vocab-size")
-    whole = count_parameters(model, vocabulary).total
-    if grid is None:
-        return Parameters(total=whole, why="the ranks do not divide: see the problems")
-    if pipeline is None:
-        return Parameters(total=whole, why="layers do not divide over stages: see the problems")
-    undivided = {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "vocabulary"}
-    if not undivided.isdisjoint(problem.rule for problem in problems):
-        return Parameters(total=whole, why="the model does not divide over tensor ranks: see the problems")
-    count = count_parameters(
-        model, vocabulary, tp=grid.tp, stages=pipeline.stages, placement=pipeline.placement
-    )
-    stride = grid.strides["pp"]
-    per_rank = tuple(count.per_rank[rank // stride % grid.pp] for rank in range(grid.world_size))
-    return Parameters(total=count.total, per_rank=per_rank)
+def _transformer_engine(config: Config) -> list[str]:
+    if config.model.transformer_impl != "transformer_engine":
+        return []
+    installed = available("transformer_engine")
+    state = "its layers are not supported yet" if installed else "not installed here"
+    return [
+        f"--transformer-impl transformer_engine: {state}; pass --transformer-impl local, or install "
+        "Transformer Engine (pip install 'transformer_engine[pytorch]')"
+    ]
 
 
 def _not_found(config: Config) -> list[str]:
@@ -166,99 +140,27 @@ def _is_number(word: str) -> bool:
     return refusal(lambda: float(word), ValueError) is None
 
 
-def _sharding(report: Report) -> dict[str, Any] | None:
-    """The row of the sharding table, and into how many parts data parallel ranks cut what; None where flags or ranks do
-    not fit (see the problems)."""
-    row, place = report.config.sharding, report.config.shard_place
-    if row is None or place is None:
-        return None
-    cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
-    return {
-        "strategy": report.config.ddp.data_parallel_sharding_strategy,
-        "instances": place.outer_size,
-        "ways": {what: place.ways(cut) for what, cut in cuts.items()},
-    }
+def _grids(grid: RankGrid | None, experts: RankGrid | None) -> _Section:
+    facts, lines = _grid("rank grid", grid)
+    of_experts, more = _grid("rank grid of experts", experts)
+    if facts is None:
+        return None, ["rank grid: the ranks do not divide", *more]
+    return facts | {"expert": of_experts}, lines + more
 
 
-def _grid_facts(grid: RankGrid | None) -> dict[str, Any] | None:
+def _grid(title: str, grid: RankGrid | None) -> tuple[dict[str, Any] | None, list[str]]:
     if grid is None:
-        return None
-    return {
-        "world_size": grid.world_size,
-        "order": grid.order,
-        "sizes": {axis: grid.size(axis) for axis in AXES},
-        "groups": {axis: grid.groups(axis) for axis in AXES if grid.size(axis) > 1},
-    }
-
-
-def render_json(report: Report) -> str:
-    """One JSON object: config, origin, grid, sharding, pipeline, parameters, problems, warnings, notes, not_found."""
-    config = report.config
-    values = {**config.flat(), **{name: _plain(value) for name, value in config.extra.items()}}
-    grid = _grid_facts(report.grid)
-    if grid is not None:
-        grid["expert"] = _grid_facts(report.expert_grid)
-    spec, kept = report.pipeline, ("rule", "flags", "message", "fix")
-    facts = {
-        "config": values,
-        "origin": {name: config.origin.get(name, "default") for name in values},
-        "grid": grid,
-        "sharding": _sharding(report),
-        "pipeline": None if spec is None else pipeline_facts(spec, _num_microbatches(config)),
-        "parameters": dataclasses.asdict(report.parameters),
-        "problems": [{name: getattr(problem, name) for name in kept} for problem in report.problems],
-        "warnings": report.warnings,
-        "notes": config.notes,
-        "not_found": report.not_found,
-    }
-    return json.dumps(facts) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """A user's own value as JSON can hold it."""
-    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
-
-
-def render_text(report: Report) -> str:
-    """The configuration as YAML, then grid, parameters, files and warnings as YAML comments: one file to keep."""
-    lines = [f"# {line}" for line in _summary(report)]
-    return report.config.to_yaml() + "\n".join(lines) + "\n"
-
-
-def _summary(report: Report) -> list[str]:
-    lines = []
-    for title, grid in (("rank grid", report.grid), ("rank grid of experts", report.expert_grid)):
-        if grid is not None:
-            sizes = ", ".join(f"{axis} {grid.size(axis)}" for axis in AXES)
-            lines.append(f"{title}: {grid.world_size} ranks, order {grid.order}: {sizes}")
-            lines += [_groups_line(grid, axis) for axis in AXES if grid.size(axis) > 1]
-        elif title == "rank grid":
-            lines.append("rank grid: the ranks do not divide")
-    if (sharding := _sharding(report)) is not None:
-        held = ", ".join(f"1/{ways} of {what}" for what, ways in sharding["ways"].items())
-        lines.append(f"sharding: {sharding['strategy']}: a rank holds {held}")
-    if (spec := report.pipeline) is not None:
-        lines += facts_lines(spec, _num_microbatches(report.config))
-        lines += [f"  {line.removeprefix(' > ')}" for line in layer_map_lines(spec.stages, spec.placement)]
-    parameters = report.parameters
-    if parameters.total is not None:
-        lines.append(f"parameters: {parameters.total} in all")
-    if parameters.per_rank is not None and report.grid is not None:
-        lines.append("parameters per rank:")
-        lines += _per_rank_lines(report.grid, parameters.per_rank)
-    if parameters.why is not None:
-        lines.append(f"parameters unknown: {parameters.why}")
-    lines += [f"not found: {path}" for path in report.not_found]
-    lines += [f"warning: {warning}" for warning in report.warnings]
-    lines += [f"note: {note}" for note in report.config.notes]
-    return lines
-
-
-def _groups_line(grid: RankGrid, axis: str) -> str:
-    groups = grid.groups(axis)
-    shown = ", ".join(_ranks(group) for group in groups[:_SHOWN_GROUPS])
-    more = f", ... {len(groups)} groups" if len(groups) > _SHOWN_GROUPS else ""
-    return f"  {axis}: {shown}{more}"
+        return None, []
+    sizes = {axis: grid.size(axis) for axis in AXES}
+    groups = {axis: grid.groups(axis) for axis in AXES if grid.size(axis) > 1}
+    facts = {"world_size": grid.world_size, "order": grid.order, "sizes": sizes, "groups": groups}
+    told = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    lines = [f"{title}: {grid.world_size} ranks, order {grid.order}: {told}"]
+    for axis, of_axis in groups.items():
+        shown = ", ".join(map(_ranks, of_axis[:_SHOWN_GROUPS]))
+        more = f", ... {len(of_axis)} groups" if len(of_axis) > _SHOWN_GROUPS else ""
+        lines.append(f"  {axis}: {shown}{more}")
+    return facts, lines
 
 
 def _ranks(group: tuple[int, ...]) -> str:
@@ -266,8 +168,64 @@ def _ranks(group: tuple[int, ...]) -> str:
     return str(list(group)) if few else f"[{group[0]}, {group[1]}, ... {group[-1]}]"
 
 
-def _per_rank_lines(grid: RankGrid, per_rank: tuple[int, ...]) -> list[str]:
-    """One line a pipeline rank: all tensor and data parallel ranks of one hold equally many."""
-    count, firsts = grid.world_size // grid.pp, [grid.rank({"pp": pp_rank}) for pp_rank in range(grid.pp)]
-    which = [f"each of {count} ranks" if count > 1 else f"rank {first}" for first in firsts]
-    return [f"  pipeline rank {at} ({which[at]}): {per_rank[first]}" for at, first in enumerate(firsts)]
+def _sharding(config: Config) -> _Section:
+    """The row of the sharding table, and into how many parts data parallel ranks cut what; None where flags or ranks do
+    not fit (see the problems)."""
+    row, place, strategy = config.sharding, config.shard_place, config.ddp.data_parallel_sharding_strategy
+    if row is None or place is None:
+        return None, []
+    cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
+    ways = {what: place.ways(cut) for what, cut in cuts.items()}
+    held = ", ".join(f"1/{parts} of {what}" for what, parts in ways.items())
+    facts = {"strategy": strategy, "instances": place.outer_size, "ways": ways}
+    return facts, [f"sharding: {strategy}: a rank holds {held}"]
+
+
+def _pipeline(config: Config, spec: ScheduleSpec | None) -> _Section:
+    if spec is None:
+        return None, []
+    # Of one step after the ramp.
+    num_microbatches = None if config.batch_schedule_or_none() is None else config.last_num_microbatches
+    layers = [f"  {line.removeprefix(' > ')}" for line in layer_map_lines(spec.stages, spec.placement)]
+    return pipeline_facts(spec, num_microbatches), [*facts_lines(spec, num_microbatches), *layers]
+
+
+def _parameters(grid: RankGrid | None, total: int | None, stages: Sequence[int], why: str | None) -> _Section:
+    """stages: parameters of a rank by pipeline rank, empty where they are not known."""
+    facts: dict[str, Any] = {"total": total, "per_rank": None, "why": why}
+    lines = [f"parameters: {total} in all"] if total is not None else []
+    if grid is not None and stages:
+        stride, count = grid.strides["pp"], grid.world_size // grid.pp
+        facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
+        lines.append("parameters per rank:")
+        for at, held in enumerate(stages):
+            which = f"each of {count} ranks" if count > 1 else f"rank {grid.rank({'pp': at})}"
+            lines.append(f"  pipeline rank {at} ({which}): {held}")
+    return facts, lines + ([f"parameters unknown: {why}"] if why is not None else [])
+
+
+def _count(
+    config: Config, grid: RankGrid | None, spec: ScheduleSpec | None, problems: Sequence[Problem]
+) -> tuple[int | None, Sequence[int], str | None]:
+    """Parameters of the model, and of a rank of each pipeline rank; what is missing where they are not known."""
+    model, vocabulary = config.model, config.model.padded_vocab_size
+    heads = (model.num_attention_heads, model.kv_channels)
+    sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads)
+    if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
+        return None, (), "the model's shape is not complete"
+    refused = {flag for problem in problems if problem.rule == "not-supported" for flag in problem.flags}
+    unbuilt = sorted(refused & {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"})
+    if unbuilt:
+        return None, (), f"{', '.join(unbuilt)} is not supported yet"
+    if vocabulary is None:
+        return None, (), "vocab size unknown: the tokenizer's files are not here; give --vocab-size"
+    whole = count_parameters(model, vocabulary).total
+    undivided = {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "vocabulary"}
+    if grid is None:
+        return whole, (), "the ranks do not divide: see the problems"
+    if spec is None:
+        return whole, (), "layers do not divide over stages: see the problems"
+    if not undivided.isdisjoint(problem.rule for problem in problems):
+        return whole, (), "the model does not divide over tensor ranks: see the problems"
+    held = count_parameters(model, vocabulary, tp=grid.tp, stages=spec.stages, placement=spec.placement)
+    return held.total, held.per_rank, None

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config_base import arg_info, value_type
 from megatron.training.config import values
 from megatron.training.config.config import MAX_GUESSES
 from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
@@ -74,22 +73,15 @@ class _Help(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, _Record):
-            return f"{', '.join(action.option_strings)} {action.shown}".rstrip()
+            return f"{', '.join(action.option_strings)} {_words(action.entry)}".rstrip()
         return super()._format_action_invocation(action)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return action.shown if isinstance(action, _Record) else super()._format_args(action, default_metavar)
-
-
-class _ParseError(ValueError):
-    pass
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose errors are exceptions."""
 
     def error(self, message: str) -> Any:
-        raise _ParseError(message)
+        raise argparse.ArgumentError(None, message)
 
 
 class _Record(argparse.Action):
@@ -99,38 +91,34 @@ class _Record(argparse.Action):
         self, option_strings: Sequence[str], dest: str, *, entry: FlagEntry, recorded: _Recorded, help: str
     ) -> None:
         self.entry, self.recorded = entry, recorded
-        metavar = _metavar(entry)
-        self.shown = {Arity.SWITCH: "", Arity.ONE: metavar, Arity.MANY: f"{metavar} ..."}[entry.arity]
         super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         self.recorded.append((self.entry, option_string or self.entry.spelling, list(values)))
 
 
-def _metavar(entry: FlagEntry) -> str:
-    if entry.field is None:
-        return "VALUE"
-    kind = value_type(entry.field.type)
-    plain = {int: "N", float: "X"}.get(kind.kind, "TEXT")
-    words = kind.choices if kind.kind is str else (plain, *kind.choices)
-    return "{" + ",".join(words) + "}" if kind.choices else plain
+def _words(entry: FlagEntry) -> str:
+    """What follows a flag, in words of the help."""
+    if entry.arity is Arity.SWITCH:
+        return ""
+    word, kind = "VALUE", None if entry.field is None else entry.kind
+    if kind is not None:
+        word = {int: "N", float: "X"}.get(kind.kind, "TEXT")
+        if kind.choices:
+            word = "{" + ",".join(kind.choices if kind.kind is str else (word, *kind.choices)) + "}"
+    return word if entry.arity is Arity.ONE else f"{word} ..."
 
 
 def help_text(entry: FlagEntry) -> str:
     """One line: what the flag does, its unit, its default, and limits."""
-    assert entry.field is not None, f"{entry.spelling} is no field"
-    info = arg_info(entry.field)
-    assert info is not None, f"{entry.spelling} is no flag"
-    limit = limit_text(entry) if entry.why else ""
-    notes = (f"unit: {info.unit}" if info.unit else "", default_text(entry), limit)
-    return f"{info.help} ({'; '.join(note for note in notes if note)})".replace("%", "%%")
+    unit, limit = entry.info.unit, limit_text(entry) if entry.why else ""
+    notes = filter(None, (f"unit: {unit}" if unit else "", default_text(entry), limit))
+    return f"{entry.info.help} ({'; '.join(notes)})".replace("%", "%%")
 
 
 def default_text(entry: FlagEntry) -> str:
     """ "required", "default: 12" or how the value is derived."""
-    assert entry.field is not None
-    info, default = arg_info(entry.field), entry.field.default
-    assert info is not None
+    info, default = entry.info, entry.setting.default
     if default is None and not info.derived and info.required:
         return "required"
     if default is None:
@@ -175,15 +163,11 @@ def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -
 
 
 def _add(section: argparse._ActionsContainer, entry: FlagEntry, recorded: _Recorded, help: str) -> None:
-    common: dict[str, Any] = {
-        "dest": f"_{entry.name}",
-        "action": _Record,
-        "entry": entry,
-        "recorded": recorded,
-    }
-    section.add_argument(*entry.flags, **common, help=help)
-    if entry.negations:
-        section.add_argument(*entry.negations, **common, help=argparse.SUPPRESS)
+    for flags, told in ((entry.flags, help), (entry.negations, argparse.SUPPRESS)):
+        if flags:
+            section.add_argument(
+                *flags, dest=f"_{entry.name}", action=_Record, entry=entry, recorded=recorded, help=told
+            )
 
 
 def read_command_line(
@@ -199,10 +183,8 @@ def read_command_line(
     try:
         parser = _build(recorded, extra_args_provider)
     except argparse.ArgumentError as error:
-        problem = Problem(
-            "extra-flag", (), f"extra_args_provider: {error}", "give your own flag another name"
-        )
-        raise ConfigurationError([problem]) from error
+        told, fix = f"extra_args_provider: {error}", "give your own flag another name"
+        raise ConfigurationError([Problem("extra-flag", (), told, fix)]) from error
     words = _joined_negatives(argv)
     if (count := sum(word.startswith("-") for word in words)) > MAX_FLAGS:
         told = f"the command line has {count} flags; at most {MAX_FLAGS} are read"
@@ -214,15 +196,19 @@ def read_command_line(
         line.origin.update(dict.fromkeys(given, "flag"))
         overrides: dict[str, Any] = {}
         for name, value in (args_defaults or {}).items():
-            _set_default(line, overrides, name, value)
-        _read_file(line, words, overrides)
+            _load(line, overrides, name, list(value) if isinstance(value, tuple) else value, "args_defaults")
+        if (path := last_value(words, "--yaml-cfg")) is not None:
+            settings, problems = values.read_yaml(path, frozenset(line.extra) | frozenset(flag_table()))
+            line.problems += problems
+            for setting in settings:
+                _load(line, overrides, setting.name, setting.value, setting.origin)
         if overrides:
             # Once more over these values: what the command line says replaces them, the rest stays.
             recorded.clear()
             namespace, unknown = parser.parse_known_args(words, argparse.Namespace(**overrides))
             line.extra = dict(vars(namespace))
             line.origin.update({n: "flag" for n in overrides if line.extra[n] is not overrides[n]})
-    except _ParseError as error:
+    except argparse.ArgumentError as error:
         return line.stop(str(error), "see --help")
     own = tuple("--" + name.replace("_", "-") for name in line.extra)
     line.problems += _unknown_problems(unknown, own)
@@ -253,49 +239,31 @@ def last_value(words: Sequence[str], flag: str) -> str | None:
     return value
 
 
-def _set_default(line: CommandLine, overrides: dict[str, Any], name: str, value: Any) -> None:
-    """One of `args_defaults`: of the user's own flags, or a field."""
+def _load(line: CommandLine, overrides: dict[str, Any], name: str, value: Any, origin: str) -> None:
+    """One setting of the file, or of `args_defaults`: of the user's own flags, a field, or another known flag."""
     entry = flag_table().get(name)
     if name in line.extra:
-        overrides[name], line.origin[name] = value, "args_defaults"
+        overrides[name], line.origin[name] = value, origin
     elif entry is None:
         close = closest_flags("--" + name.replace("_", "-"), count=1)
         hint = f"did you mean {close[0][2:].replace('-', '_')}?" if close else "use a destination name"
-        line.problems.append(Problem("args-defaults", (), f"args_defaults has an unknown name {name}", hint))
+        line.problems.append(Problem("args-defaults", (), f"{origin} has an unknown name {name}", hint))
     elif entry.field is not None:
-        _load(line, entry, list(value) if isinstance(value, tuple) else value, "args_defaults")
-
-
-def _load(line: CommandLine, entry: FlagEntry, value: Any, origin: str) -> None:
-    try:
-        line.set(entry.name, values.convert_loaded(entry, value), origin)
-    except ValueError as error:
-        told = f"{origin}: {entry.name}"
-        line.problems.append(value_problem(entry, entry.spelling, told, error, "give a value of this kind"))
-
-
-def _read_file(line: CommandLine, words: Sequence[str], overrides: dict[str, Any]) -> None:
-    """Settings of the last `--yaml-cfg` on the line."""
-    path = last_value(words, "--yaml-cfg")
-    if path is None:
-        return
-    settings, problems = values.read_yaml(path, frozenset(line.extra) | frozenset(flag_table()))
-    line.problems += problems
-    for setting in settings:
-        entry, value = flag_table().get(setting.name), setting.value
-        if setting.name in line.extra:
-            overrides[setting.name], line.origin[setting.name] = value, setting.origin
-        elif entry is not None and entry.field is not None:
-            _load(line, entry, value, setting.origin)
-        elif entry is not None and value is not None and value is not False:
-            given = value if isinstance(value, list) else [value]
-            line.used.append(UsedFlag(entry, setting.name, () if value is True else tuple(map(str, given))))
+        try:
+            line.set(name, values.convert_loaded(entry, value), origin)
+        except ValueError as error:
+            fix = "give a value of this kind"
+            line.problems.append(_value_problem(entry, entry.spelling, f"{origin}: {name}", error, fix))
+    elif origin != "args_defaults" and value is not None and value is not False:
+        given = value if isinstance(value, list) else [value]
+        line.used.append(UsedFlag(entry, name, () if value is True else tuple(map(str, given))))
 
 
 def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[str]) -> None:
     """One flag of the command line."""
+    switch = entry.arity is Arity.SWITCH
     try:
-        if entry.arity is Arity.SWITCH and words:
+        if switch and words:
             raise ValueError(f"takes no value, got {values.listed(words)}")
         if entry.field is None:
             if entry.arity is Arity.ONE and len(words) != 1:
@@ -303,16 +271,16 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[
             values.check_words(words)
             values.check_shape(entry.name, words)
             line.used.append(UsedFlag(entry, spelling, tuple(words)))
-        elif entry.arity is Arity.SWITCH:
+        elif switch:
             line.set(entry.name, (spelling in entry.flags) != entry.field.default, "flag")
         else:
             line.set(entry.name, values.convert_words(entry, words), "flag")
     except ValueError as error:
-        fix = "leave the value out" if entry.arity is Arity.SWITCH else "see --help for its values"
-        line.problems.append(value_problem(entry, spelling, spelling, error, fix))
+        fix = "leave the value out" if switch else "see --help for its values"
+        line.problems.append(_value_problem(entry, spelling, spelling, error, fix))
 
 
-def value_problem(entry: FlagEntry, flag: str, told: str, error: ValueError, fix: str) -> Problem:
+def _value_problem(entry: FlagEntry, flag: str, told: str, error: ValueError, fix: str) -> Problem:
     """What is wrong with a value. told: whose it is, in words. fix: where the value is not one of its kind."""
     if isinstance(error, values.BoundsError):
         return Problem(f"{error.rule}-{entry.name.replace('_', '-')}", (flag,), f"{told} {error}", error.fix)

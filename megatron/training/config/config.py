@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 import functools
 import json
-import types
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
@@ -21,43 +21,11 @@ from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transport.rank_grid import (
-    DEFAULT_ORDER,
-    TP_PP_DP_ORDER,
-    RankGrid,
-    RankGridError,
-    dense_grid,
-    expert_grid,
-)
+from megatron.core.transport import rank_grid
+from megatron.core.transport.rank_grid import RankGrid, RankGridError
+from megatron.training.config import training_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
 from megatron.training.config.state_bytes import rank_budget
-from megatron.training.config.training_config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ReliabilityConfig,
-    TrainingConfig,
-)
-
-GROUPS: Mapping[str, type[Any]] = types.MappingProxyType(
-    {
-        "model": TransformerConfig,
-        "parallel": ModelParallelConfig,
-        "ddp": DistributedDataParallelConfig,
-        "optimizer": OptimizerConfig,
-        "data": DataConfig,
-        "tokenizer": TokenizerConfig,
-        "training": TrainingConfig,
-        "evaluation": EvaluationConfig,
-        "checkpoint": CheckpointConfig,
-        "logging": LoggingConfig,
-        "reliability": ReliabilityConfig,
-    }
-)
-FIELDS: Mapping[str, tuple[str, dataclasses.Field[Any]]] = types.MappingProxyType(
-    {field.name: (group, field) for group, cls in GROUPS.items() for field in dataclasses.fields(cls)}
-)
-assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values()), "a name is in two groups"
 
 DEFAULT_ORIGIN = "default"
 # difflib's likeness from which on a guess helps; below it lie names that share letters, not a meaning.
@@ -67,7 +35,7 @@ MAX_GUESSES = 20  # unknown names whose likely meaning is looked up; more of the
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A resolved configuration.
+    """A resolved configuration: groups of flags, and what is told of them.
 
     extra: values of the user's own flags. origin: for each name "default", "flag", "FILE:LINE", "derived",
     "checkpoint", "args_defaults" or "launcher". warnings, notes: told once by rank 0.
@@ -79,37 +47,27 @@ class Config:
     optimizer: OptimizerConfig
     data: DataConfig
     tokenizer: TokenizerConfig
-    training: TrainingConfig
-    evaluation: EvaluationConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    reliability: ReliabilityConfig
+    training: training_config.TrainingConfig
+    evaluation: training_config.EvaluationConfig
+    checkpoint: training_config.CheckpointConfig
+    logging: training_config.LoggingConfig
+    reliability: training_config.ReliabilityConfig
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def from_flat(
-        cls,
-        values: Mapping[str, Any],
-        *,
-        extra: Mapping[str, Any] | None = None,
-        origin: Mapping[str, str] | None = None,
-        warnings: tuple[str, ...] = (),
-        notes: tuple[str, ...] = (),
-    ) -> Config:
-        """From destination names, the rest at their defaults. Lists become tuples. Unknown names: ValueError."""
+    def from_flat(cls, values: Mapping[str, Any], **told: Any) -> Config:
+        """From destination names, the rest at their defaults. Lists become tuples. told: extra, origin, warnings,
+        notes. Unknown names: ValueError."""
         unknown = sorted(set(values) - set(FIELDS))
         if unknown:
-            raise ValueError(f"unknown settings: {', '.join(map(describe_unknown, unknown))}")
-        told: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-        for name, value in values.items():
-            told[FIELDS[name][0]][name] = tuple(value) if isinstance(value, list) else value
-        groups = {group: group_cls(**told[group]) for group, group_cls in GROUPS.items()}
-        return cls(
-            **groups, extra=dict(extra or {}), origin=dict(origin or {}), warnings=warnings, notes=notes
-        )
+            guesses = {name: closest_name(name, FIELDS) for name in unknown}
+            meant = (f"{name} (did you mean {close}?)" if close else name for name, close in guesses.items())
+            raise ValueError(f"unknown settings: {', '.join(meant)}")
+        given = _by_group(values)
+        return cls(**{group: of_group(**given.get(group, {})) for group, of_group in GROUPS.items()}, **told)
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its destination name, the user's own flags left out."""
@@ -117,13 +75,9 @@ class Config:
 
     def replace(self, *, origin: str = "derived", **values: Any) -> Config:
         """A copy with some settings changed, named by destination, and with their origin."""
-        return Config.from_flat(
-            {**self.flat(), **values},
-            extra=self.extra,
-            origin={**self.origin, **dict.fromkeys(values, origin)},
-            warnings=self.warnings,
-            notes=self.notes,
-        )
+        changed = _by_group(values).items()
+        groups = {group: dataclasses.replace(getattr(self, group), **told) for group, told in changed}
+        return dataclasses.replace(self, **groups, origin={**self.origin, **dict.fromkeys(values, origin)})
 
     def given(self, name: str) -> bool:
         return is_given(self.origin.get(name, DEFAULT_ORIGIN))
@@ -135,29 +89,22 @@ class Config:
 
     @property
     def rank_order(self) -> str:
-        return TP_PP_DP_ORDER if self.parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER
+        by_pipeline = self.parallel.use_tp_pp_dp_mapping
+        return rank_grid.TP_PP_DP_ORDER if by_pipeline else rank_grid.DEFAULT_ORDER
 
     def grid(self) -> RankGrid:
         """Dense ranks. Raises RankGridError."""
         p = self.parallel
-        return dense_grid(
-            self.world_size,
-            tp=p.tensor_model_parallel_size,
-            cp=p.context_parallel_size,
-            pp=p.pipeline_model_parallel_size,
-            order=self.rank_order,
-        )
+        sizes = {"tp": p.tensor_model_parallel_size, "cp": p.context_parallel_size}
+        pp = p.pipeline_model_parallel_size
+        return rank_grid.dense_grid(self.world_size, **sizes, pp=pp, order=self.rank_order)
 
     def expert_grid(self) -> RankGrid:
         """The same ranks as experts see them. Raises RankGridError."""
         p = self.parallel
-        return expert_grid(
-            self.world_size,
-            etp=p.expert_tensor_parallel_size or p.tensor_model_parallel_size,
-            ep=p.expert_model_parallel_size,
-            pp=p.pipeline_model_parallel_size,
-            order=self.rank_order,
-        )
+        etp = p.expert_tensor_parallel_size or p.tensor_model_parallel_size
+        sizes = {"ep": p.expert_model_parallel_size, "pp": p.pipeline_model_parallel_size}
+        return rank_grid.expert_grid(self.world_size, etp=etp, **sizes, order=self.rank_order)
 
     @property
     def data_parallel_size(self) -> int:
@@ -197,12 +144,9 @@ class Config:
 
     def batch_schedule(self) -> BatchSchedule:
         """Global batch and microbatches over the run. Raises BatchScheduleError or RankGridError."""
-        t = self.training
-        ramp = t.rampup_batch_size
-        for flag, size in (
-            ("--micro-batch-size", t.micro_batch_size),
-            ("--global-batch-size", t.global_batch_size),
-        ):
+        t, ramp = self.training, self.training.rampup_batch_size
+        sizes = {"--micro-batch-size": t.micro_batch_size, "--global-batch-size": t.global_batch_size}
+        for flag, size in sizes.items():
             if not size or size < 1:
                 raise BatchScheduleError(f"{flag} {size}: must be at least 1")
         return BatchSchedule(
@@ -294,13 +238,30 @@ class Config:
     def to_yaml(self) -> str:
         """YAML that `--yaml-cfg` reads back, each value's origin behind it as a comment."""
         lines, sections = [], {group: dataclasses.asdict(getattr(self, group)) for group in GROUPS}
-        for group, values in (
-            sections | ({"extra": dict(sorted(self.extra.items()))} if self.extra else {})
-        ).items():
+        if self.extra:
+            sections["extra"] = dict(sorted(self.extra.items()))
+        for group, values in sections.items():
             lines.append(f"{group}:")
             for name, value in values.items():
                 lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
         return "\n".join(lines) + "\n"
+
+
+# Of flags, by the names that sections of YAML have; every setting with its group, by its destination name.
+GROUPS: Mapping[str, type[Any]] = {
+    name: cls for name, cls in typing.get_type_hints(Config).items() if isinstance(cls, type)
+}
+FIELDS: Mapping[str, tuple[str, dataclasses.Field[Any]]] = {
+    field.name: (group, field) for group, cls in GROUPS.items() for field in dataclasses.fields(cls)
+}
+assert len(FIELDS) == sum(len(dataclasses.fields(cls)) for cls in GROUPS.values()), "a name is in two groups"
+
+
+def _by_group(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        groups.setdefault(FIELDS[name][0], {})[name] = tuple(value) if isinstance(value, list) else value
+    return groups
 
 
 def is_given(origin: str) -> bool:
@@ -321,10 +282,9 @@ def _scalar(value: Any) -> str:
     return json.dumps(str(value))
 
 
-def describe_unknown(name: str) -> str:
-    """An unknown setting with the closest known one."""
-    close = difflib.get_close_matches(name, FIELDS, n=1, cutoff=CLOSE_ENOUGH)
-    return f"{name} (did you mean {close[0]}?)" if close else name
+def closest_name(name: str, names: Iterable[str]) -> str | None:
+    """What an unknown setting may mean."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=CLOSE_ENOUGH)), None)
 
 
 def flops_per_token(model: TransformerConfig, padded_vocab_size: int, seq_length: int) -> float:

@@ -14,20 +14,17 @@ that a field lacks. `tools/megatron_flags.py` compares the table with a release 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import difflib
 import functools
 from collections.abc import Iterator
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from megatron.core.config_base import flag_names, value_type
-from megatron.core.safe_files import read_text
+from megatron.core.config_base import ArgInfo, ValueType, arg_info, flag_names, value_type
 from megatron.training.config.config import FIELDS
+from megatron.training.config.expressions import rows
 
-CSV = Path(__file__).with_name("megatron_flags.csv")
 # difflib's likeness of two flags, the dashes included, from which on a guess helps, and how far behind the nearest.
 _CLOSE_ENOUGH, _AS_NEAR = 0.75, 0.1
 
@@ -77,6 +74,22 @@ class FlagEntry:
         return self.flags[0]
 
     @property
+    def setting(self) -> dataclasses.Field[Any]:
+        """The field of a flag that has one."""
+        assert self.field is not None, f"{self.spelling} is no field"
+        return self.field
+
+    @property
+    def info(self) -> ArgInfo:
+        info = arg_info(self.setting)
+        assert info is not None, f"field {self.name} is no flag"
+        return info
+
+    @property
+    def kind(self) -> ValueType:
+        return value_type(self.setting.type)
+
+    @property
     def fix(self) -> str:
         """What to do where it is refused."""
         planned = self.why.removeprefix("roadmap: ")
@@ -90,62 +103,59 @@ class FlagEntry:
 
 
 @functools.cache
-def _rows() -> dict[str, dict[str, list[str]]]:
-    """The file by what its rows are about (`field`, `choices`, or "" for flags that are no fields), then by flag."""
-    rows: dict[str, dict[str, list[str]]] = {"field": {}, "choices": {}, "": {}}
-    for row in list(csv.reader(read_text(CSV, max_bytes=1 << 20, follow=True).splitlines()))[1:]:
-        kind = rows.get(row[1], rows[""])
-        assert row[0] not in kind, f"{row[0]} stands twice in {CSV.name}"
-        kind[row[0]] = row
-    return rows
+def _verdicts(about: str) -> dict[str, dict[str, str]]:
+    """Rows of the file by flag. about: `field`, `choices`, or "" for flags that are no fields."""
+    kinds = ("field", "choices")
+    of = [
+        row for row in rows("megatron_flags.csv") if about == (row["value"] if row["value"] in kinds else "")
+    ]
+    by_flag = {row["flags"]: row for row in of}
+    assert len(by_flag) == len(of), "a flag stands twice in megatron_flags.csv"
+    return by_flag
 
 
 def _field_entry(name: str) -> FlagEntry:
     group, field = FIELDS[name]
     kind, flags = value_type(field.type), flag_names(field)
     arity = Arity.MANY if kind.many else Arity.SWITCH if kind.kind is bool else Arity.ONE
-    _, _, _, why, words, _ = _rows()["field"].get(flags[0], [""] * 6)
-    choices = _rows()["choices"].get(flags[0], [""] * 6)
+    row = _verdicts("field").get(flags[0], {"why": "", "words": ""})
+    choices = _verdicts("choices").get(flags[0], {"why": "", "words": ""})
     state = FlagState.IMPLEMENTED
-    if why and not words:
+    if row["why"] and not row["words"]:
         state = FlagState.INERT
-    elif why and not kind.choices:
+    elif row["why"] and not kind.choices:
         state = FlagState.UNSUPPORTED  # only what asks for nothing is supported; choices are in part
     if field.default is True:
         # Megatron's generated --no-x switches also answer to --disable-x.
         flags += tuple("--disable-" + f[5:] for f in flags if f.startswith("--no-"))
     return FlagEntry(
-        *(name, flags, state, why, arity),
+        *(name, flags, state, row["why"], arity),
         group=group,
         field=field,
-        allowed=tuple(words.split()) or None,
-        elsewhere=tuple(choices[4].split()),
-        elsewhere_why=choices[3],
+        allowed=tuple(row["words"].split()) or None,
+        elsewhere=tuple(choices["words"].split()),
+        elsewhere_why=choices["why"],
     )
 
 
 def _listed() -> Iterator[FlagEntry]:
     states = {"no effect": FlagState.INERT, "refused": FlagState.UNSUPPORTED}
-    for flags, value, verdict, why, words, features in _rows()[""].values():
-        spelled, of = tuple(flags.split()), tuple(features.split())
-        name = spelled[0].removeprefix("--").replace("-", "_")
-        neutral = tuple(words.split())
-        yield FlagEntry(name, spelled, states[verdict], why, Arity(value), neutral, setting_of=of)
+    for row in _verdicts("").values():
+        flags, of, neutral = (tuple(row[part].split()) for part in ("flags", "setting_of", "words"))
+        name, state = flags[0].removeprefix("--").replace("-", "_"), states[row["verdict"]]
+        yield FlagEntry(name, flags, state, row["why"], Arity(row["value"]), neutral, setting_of=of)
 
 
 @functools.cache
 def flag_table() -> dict[str, FlagEntry]:
     """Every known flag by destination name: fields in group order, then the rows of the file."""
     table = {name: _field_entry(name) for name in FIELDS} | {entry.name: entry for entry in _listed()}
-    assert len(table) == len(FIELDS) + len(_rows()[""]), "a field is also listed"
+    assert len(table) == len(FIELDS) + len(_verdicts("")), "a field is also listed"
     spelled = {flag for entry in table.values() for flag in entry.flags}
     for name, entry in table.items():
-        if (
-            entry.field is not None
-            and entry.arity is Arity.SWITCH
-            and _negated(entry.spelling) not in spelled
-        ):
-            table[name] = dataclasses.replace(entry, negations=(_negated(entry.spelling),))
+        back = _negated(entry.spelling)
+        if entry.field is not None and entry.arity is Arity.SWITCH and back not in spelled:
+            table[name] = dataclasses.replace(entry, negations=(back,))
     return table
 
 
@@ -169,12 +179,9 @@ def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tup
 
     extra: spellings beside the table. Of equally near ones, those that are implemented come first.
     """
-    known = {spelled: entry for entry in flag_table().values() for spelled in entry.flags}
+    known = {spelled: entry.state for entry in flag_table().values() for spelled in entry.flags}
     near = difflib.get_close_matches(flag, (*known, *extra), n=4 * count, cutoff=_CLOSE_ENOUGH)
-    alike = {spelled: difflib.SequenceMatcher(None, spelled, flag).ratio() for spelled in near}
-
-    def rank(spelled: str) -> tuple[float, bool]:
-        return -alike[spelled], spelled in known and known[spelled].state is not FlagState.IMPLEMENTED
-
-    as_near = (spelled for spelled in near if alike[spelled] >= max(alike.values()) - _AS_NEAR)
-    return tuple(sorted(as_near, key=rank)[:count])
+    behind = [(-difflib.SequenceMatcher(None, spelled, flag).ratio(), spelled) for spelled in near]
+    implemented = FlagState.IMPLEMENTED
+    behind.sort(key=lambda one: (one[0], known.get(one[1], implemented) is not implemented))
+    return tuple(spelled for likeness, spelled in behind[:count] if likeness <= behind[0][0] + _AS_NEAR)

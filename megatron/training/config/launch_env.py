@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 from megatron.core import available_memory
 from megatron.core.config_base import RANKS, THREADS
@@ -50,12 +50,18 @@ class LaunchEnv:
         """From `environ`, by default the process's. Raises LaunchEnvError naming the variable."""
         source = os.environ if environ is None else environ
         launched = "RANK" in source or "WORLD_SIZE" in source
-        world_size = _required(source, "WORLD_SIZE") if launched else 1
+        of_launcher = source if launched else {"WORLD_SIZE": "1", "RANK": "0"}
+        place = {name: _integer(of_launcher, name) for name in ("WORLD_SIZE", "RANK")}
+        if missing := [name for name, value in place.items() if value is None]:
+            raise LaunchEnvError(
+                f"{missing[0]} is not set, or empty: a launcher sets RANK and WORLD_SIZE together; start the "
+                "processes with torchrun, or unset both for a single process"
+            )
         env = cls(
-            rank=_required(source, "RANK") if launched else 0,
-            world_size=world_size,
-            local_rank=_integer(source, "LOCAL_RANK", 0) if launched else 0,
-            local_world_size=_integer(source, "LOCAL_WORLD_SIZE", world_size) if launched else 1,
+            rank=place["RANK"],
+            world_size=place["WORLD_SIZE"],
+            local_rank=_integer(of_launcher, "LOCAL_RANK", 0),
+            local_world_size=_integer(of_launcher, "LOCAL_WORLD_SIZE", place["WORLD_SIZE"]),
             master_addr=source.get("MASTER_ADDR", "localhost").strip(),
             master_port=_integer(source, "MASTER_PORT"),
             restart_count=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -116,16 +122,6 @@ def _parent_of(pid: int) -> int:
     return os.getppid()
 
 
-def _required(source: Mapping[str, str], name: str) -> int:
-    value = _integer(source, name)
-    if value is None:
-        raise LaunchEnvError(
-            f"{name} is not set, or empty: a launcher sets RANK and WORLD_SIZE together; start the processes with "
-            "torchrun, or unset both for a single process"
-        )
-    return value
-
-
 def _omp_num_threads(source: Mapping[str, str]) -> int | None:
     """OpenMP's variable may be a list, a number for each level of nesting: the first one counts."""
     text = source.get("OMP_NUM_THREADS", "").strip()
@@ -135,11 +131,7 @@ def _omp_num_threads(source: Mapping[str, str]) -> int | None:
     return int(first) if text else None
 
 
-@overload
-def _integer(source: Mapping[str, str], name: str, default: int) -> int: ...
-@overload
-def _integer(source: Mapping[str, str], name: str) -> int | None: ...
-def _integer(source: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+def _integer(source: Mapping[str, str], name: str, default: int | None = None) -> Any:
     """A variable that may be missing, or empty. Raises LaunchEnvError."""
     text = source.get(name, "").strip()
     try:

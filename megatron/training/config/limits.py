@@ -11,9 +11,8 @@ import re
 import resource
 import threading
 import traceback
-from collections.abc import Iterator
 
-from megatron.core.transport.rank_groups import PURPOSES, own_ranks
+from megatron.core.transport.rank_grid import PURPOSES, own_ranks
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 
@@ -37,16 +36,10 @@ def _communicators(config: Config, env: LaunchEnv) -> list[int]:
     return [env.world_size, *(size for size in sizes if size > 1)]
 
 
-def _loaders(config: Config) -> int:
-    """Data loaders with processes of their own."""
-    if not config.data.num_workers:
-        return 0
-    return 1 if not config.evaluation.eval_iters else 3
-
-
 def files_needed(config: Config, env: LaunchEnv) -> int:
     """About how many files this rank has open at once: sockets to its peers, loaders, and a few of its own."""
-    files = FILES_OF_PROCESS + _loaders(config) * FILES_OF_LOADER * (config.data.num_workers + 1)
+    workers, loaders = config.data.num_workers, 3 if config.evaluation.eval_iters else 1
+    files = FILES_OF_PROCESS + (loaders * FILES_OF_LOADER * (workers + 1) if workers else 0)
     sizes = _communicators(config, env)
     files += sum(FILES_OF_COMMUNICATOR + size - 1 for size in sizes)
     if sizes:
@@ -84,7 +77,7 @@ def try_threads(needed: int) -> None:
     """Start so many threads at once, and end them: libraries that are refused one end the process without a word of
     what to do. Raises SystemLimitError."""
     done = threading.Event()
-    started = []
+    started: list[threading.Thread] = []
     try:
         for _ in range(needed):
             thread = threading.Thread(target=done.wait, daemon=True)
@@ -118,9 +111,18 @@ _MEMORY = re.compile("can.t allocate memory|cannot allocate memory|out of memory
 
 def limit_behind(error: BaseException) -> SystemLimitError | None:
     """The limit that an error nobody foresaw comes from, told with its fix; None where it comes from none."""
-    for cause in _causes(error):
-        if (message := _limit_message(cause)) is not None:
-            return SystemLimitError(message + _where(cause))
+    seen: BaseException | None = error
+    for _ in range(16):  # a chain may be a ring
+        if seen is None:
+            break
+        if (message := _limit_message(seen)) is not None:
+            frames = traceback.extract_tb(seen.__traceback__)[
+                -1:
+            ]  # where it hit, in place of the whole traceback
+            return SystemLimitError(
+                message + "".join(f" (in {at.name}, {at.filename}:{at.lineno})" for at in frames)
+            )
+        seen = seen.__cause__ or seen.__context__
     return None
 
 
@@ -146,21 +148,6 @@ def _limit_message(error: BaseException) -> str | None:
             "more memory, a smaller --micro-batch-size, --recompute-granularity, or cut the model over more ranks"
         )
     return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    for _ in range(16):  # a chain may be a ring
-        if seen is None:
-            return
-        yield seen
-        seen = seen.__cause__ or seen.__context__
-
-
-def _where(error: BaseException) -> str:
-    """Where it hit, in place of the whole traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _shared_bytes() -> int | str:

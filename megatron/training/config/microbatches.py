@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from collections.abc import Iterator
 
 MAX_SIZES = 4096  # of a ramp: the run makes a pipeline plan for each
 
@@ -29,20 +31,16 @@ class BatchSchedule:
     def __post_init__(self) -> None:
         if self.rampup is not None:
             start, increment, samples = self.rampup
+            wrong = None
             if start < 1 or increment < 1 or samples < 0 or start > self.target:
-                raise BatchScheduleError(
-                    f"--rampup-batch-size {start} {increment} {samples}: no ramp to {self.target}"
-                )
-            if (self.target - start) % increment:
-                raise BatchScheduleError(
-                    f"--rampup-batch-size {start} {increment} {samples}: {self.target} - {start} is not "
-                    f"divisible by the increment {increment}"
-                )
-            if (count := len(self.batch_sizes())) > MAX_SIZES:
-                raise BatchScheduleError(
-                    f"--rampup-batch-size {start} {increment} {samples}: {count} batch sizes up to {self.target}, at "
-                    f"most {MAX_SIZES} are possible: take a larger increment"
-                )
+                wrong = f"no ramp to {self.target}"
+            elif (self.target - start) % increment:
+                wrong = f"{self.target} - {start} is not divisible by the increment {increment}"
+            elif (count := len(self.batch_sizes())) > MAX_SIZES:
+                most = f"at most {MAX_SIZES} are possible: take a larger increment"
+                wrong = f"{count} batch sizes up to {self.target}, {most}"
+            if wrong is not None:
+                raise BatchScheduleError(f"--rampup-batch-size {start} {increment} {samples}: {wrong}")
         for batch in self.batch_sizes():
             if batch < self._step or (batch % self._step and not self.decrease_if_needed):
                 raise BatchScheduleError(
@@ -82,37 +80,33 @@ class BatchSchedule:
 
     def iterations_for(self, samples: int) -> int:
         """Whole optimizer steps in a run of `samples` samples, the ramp included."""
-        consumed = iterations = 0
-        while True:
-            batch, steps = self._steps_alike(consumed)
-            fit = (samples - consumed) // batch
+        iterations = 0
+        for batch, steps in self._stretches():
+            fit = samples // batch
             if steps is None or fit < steps:
                 return iterations + fit
-            consumed, iterations = consumed + steps * batch, iterations + steps
+            samples, iterations = samples - steps * batch, iterations + steps
+        raise AssertionError("the last stretch has no end")
 
     def samples_of(self, iterations: int) -> int:
         """Samples of a run of so many optimizer steps, the ramp included."""
-        consumed = done = 0
-        while True:
-            batch, steps = self._steps_alike(consumed)
-            if steps is None or iterations - done <= steps:
-                return consumed + (iterations - done) * batch
-            consumed, done = consumed + steps * batch, done + steps
+        samples = 0
+        for batch, steps in self._stretches():
+            taken = iterations if steps is None else min(steps, iterations)
+            samples, iterations = samples + taken * batch, iterations - taken
+        return samples
 
-    def _steps_alike(self, consumed: int) -> tuple[int, int | None]:
-        """The next step's batch, and how many steps in a row have it; None: all that follow."""
-        batch, scheduled = self.global_batch_size(consumed), self._scheduled(consumed)
-        if scheduled == self.target:
-            return batch, None
-        # The batch never shrinks, so the first step of another one is found by halving.
-        few, many = 0, 1
-        while self._scheduled(consumed + many * batch) == scheduled:
-            few, many = many, 2 * many
-        while many - few > 1:
-            middle = (few + many) // 2
-            alike = self._scheduled(consumed + middle * batch) == scheduled
-            few, many = (middle, many) if alike else (few, middle)
-        return batch, many
+    def _stretches(self) -> Iterator[tuple[int, int | None]]:
+        """Batches, and how many steps in a row have them; None: all that follow."""
+        consumed = 0
+        while (scheduled := self._scheduled(consumed)) != self.target:
+            assert self.rampup is not None, "a constant batch is its own target"
+            batch, at = self.global_batch_size(consumed), range(consumed, self.rampup[2] + 1)
+            # The batch never shrinks, so the first step of another one is found by halving.
+            steps = bisect.bisect_right(at[::batch], scheduled, key=self._scheduled)
+            yield batch, steps
+            consumed += steps * batch
+        yield self.global_batch_size(consumed), None
 
 
 def ends_at(iteration: int, interval: int | None) -> bool:

@@ -1,5 +1,13 @@
 """What the user said -> a complete configuration: every derived size, the same way Megatron derives it (floor 0).
 
+derived.csv has what follows from what, in the order in which it is looked at: the setting, in which case (unset: only
+where it has no value; not given: only where the user has not said it), when, its value, and what is told of it: a
+warning, or a note. Without a setting something is told only. Settings under `no effect` do nothing beside the others,
+and Megatron (or its zero-bubble fork) takes them all the same: those that were given are told of; `dropped` ones are
+put back to their defaults, because they are looked at without what they go with. What is wrong with a value, and what
+contradicts another, the rules tell. `expressions` says how conditions, values and messages are read; the functions in
+them are those of this module.
+
 Pure but for the facts passed in (`Machine`): nothing here reads files, environment or devices.
 """
 
@@ -7,23 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import math
 import os.path
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.core.distributed.sharding import main_grads_dtype
+from megatron.core.distributed import sharding
 from megatron.core.model_parallel_config import asked_schedules
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
-from megatron.core.pipeline_parallel.plan.schedules import AUTO
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.sharding_table import grads_are_sharded, weights_are_sharded
-from megatron.core.transport.rank_grid import RankGridError
-from megatron.core.transport.rank_groups import check_instances
-from megatron.training.config import no_effect
-from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config, is_given
-from megatron.training.config.rule_table import differs, spelled
+from megatron.core.transport.rank_grid import RankGridError, check_instances
+from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config
+from megatron.training.config.expressions import Names, filled, parsed, rows, value_of
+from megatron.training.config.rule_table import Context, refusal, spelled
 from megatron.training.config.state_bytes import SPEEDS
 
 BYTE_VOCABULARY = 257  # of the built-in byte tokenizer: 256 bytes and the end of a document
@@ -32,8 +41,6 @@ CORPORA = (
     *("data_path", "data_args_path", "per_split_data_args_path"),
     *("train_data_path", "valid_data_path", "test_data_path"),
 )
-_STRATEGY, _OUTER = "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"
-_INSTANCES = "num_distributed_optimizer_instances"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +53,27 @@ class Machine:
     rank_memory_bytes: int | None = None
 
 
+@dataclasses.dataclass
+class Settings(Context):
+    """A configuration as far as it is derived, and what is told of it. Facts about the machine are attributes too."""
+
+    config: Config
+    machine: Machine
+    warnings: list[str]
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in FIELDS else getattr(self.machine, name)
+
+    def derive(self, name: str, value: Any, origin: str = "derived") -> None:
+        if getattr(self, name) != value:
+            self.config = self.config.replace(origin=origin, **{name: value})
+
+    def tell(self, message: str) -> None:
+        told = message.removeprefix("note: ")
+        (self.warnings if told == message else self.notes).append(told)
+
+
 def resolve(
     values: Mapping[str, Any],
     origin: Mapping[str, str],
@@ -55,280 +83,167 @@ def resolve(
     warnings: tuple[str, ...] = (),
 ) -> Config:
     """Fill everything that follows from other values. Never fails: what makes no sense is left for the rules."""
-    r = _Resolver(values, origin, machine, warnings)
-    return Config.from_flat(
-        r.values, extra=extra, origin=r.origin, warnings=tuple(r.warnings), notes=tuple(r.notes)
+    origins = dict.fromkeys(FIELDS, DEFAULT_ORIGIN) | dict(origin)
+    config = Config.from_flat(values, extra=dict(extra or {}), origin=origins)
+    s = Settings(config, machine, list(warnings))
+    if s.world_size is None:
+        s.derive("world_size", machine.world_size, "launcher")
+    names = s.named(FUNCTIONS)
+    for row in rows("derived.csv"):
+        name, only = row["name"], row["only"]
+        stays = (only == "unset" and getattr(s, name) is not None) or (only == "not given" and s.given(name))
+        if not stays and (found := not row["when"] or value_of(parsed(row["when"]), names)):
+            _apply(row, s, found, names)
+    return dataclasses.replace(s.config, warnings=tuple(s.warnings), notes=tuple(s.notes))
+
+
+def _apply(row: Mapping[str, str], s: Settings, found: Any, names: Names) -> None:
+    """One row of the table, whose condition has come to `found`."""
+    message = filled(row["message"], names, s.told, found)
+    if row["only"] not in ("no effect", "dropped"):
+        if message:
+            s.tell(message)
+        if row["value"]:
+            s.derive(row["name"], value_of(parsed(row["value"]), names))
+        return
+    for name in row["name"].split():
+        value = getattr(s, name)
+        if s.given(name) and s.differs(name):
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            s.tell(f"{spelled(name)}{'' if value is True else ' ' + shown} has no effect {message}")
+            if row["only"] == "dropped":
+                s.derive(name, FIELDS[name][1].default)
+
+
+# Functions of this table, and of the rules
+
+
+def tflops(c: Context) -> float:
+    return SPEEDS[c.distributed_backend][0]
+
+
+def gb_per_s(c: Context) -> float:
+    return SPEEDS[c.distributed_backend][1]
+
+
+def model_size(c: Context, name: str) -> Any:
+    return getattr(c.config.model.resolved(), name)
+
+
+def schedule(c: Context) -> str | None:
+    """What the flags of schedules ask for, else what the number of chunks says; a plan of a file has its own."""
+    if c.num_layers is None or c.pipeline_schedule_file is not None:
+        return None
+    if asked := list(asked_schedules(c.config.parallel).values()):
+        return asked[0]
+    if c.rank_memory_limit is not None:
+        return AUTO
+    chunked = interleaves(c)
+    return None if chunked is None else "interleaved" if chunked else "1f1b"
+
+
+def interleaves(c: Context) -> bool | None:
+    """Whether a rank has several stages; None where layers do not divide over stages."""
+    parallel, layers = c.config.parallel, c.num_layers
+    if layers is None or c.pipeline_schedule_file is not None:
+        return None
+    with contextlib.suppress(StageLayersError):  # a rule tells
+        stages = stages_of(parallel, layers, c.pipeline_schedule)
+        return len(stages) > parallel.pipeline_model_parallel_size
+    return None
+
+
+def running(c: Context) -> str | None:
+    """The schedule's name; a file says it by itself."""
+    return c.pipeline_schedule if c.pipeline_schedule_file is None else "of the file"
+
+
+def what_runs(c: Context) -> str:
+    if c.pipeline_schedule_file is not None:
+        return "with --pipeline-schedule-file: the file says what is run"
+    return f"with the schedule {c.pipeline_schedule}"
+
+
+def fixed_order(c: Context) -> bool:
+    """Whether the schedule is known and not one that is searched."""
+    name = running(c)
+    return name is not None and (name not in SCHEDULES or not SCHEDULES[name].searched)
+
+
+def takes_groups(c: Context) -> bool:
+    row = SCHEDULES.get(running(c) or "")
+    return row is not None and row.group_size == "microbatch_group_size_per_vp_stage"
+
+
+def weights_sharded(c: Context) -> bool:
+    return weights_are_sharded(c.data_parallel_sharding_strategy)
+
+
+def grads_sharded(c: Context) -> bool:
+    return grads_are_sharded(c.data_parallel_sharding_strategy)
+
+
+def accumulated_dtype(c: Context) -> str:
+    return sharding.main_grads_dtype(c.config.params_flag, c.config.ddp)
+
+
+def grid_fault(c: Context) -> str | None:
+    return refusal(c.config.grid, RankGridError)
+
+
+def instances_fault(c: Context) -> str | None:
+    instances = c.num_distributed_optimizer_instances
+    if instances < 1 or grid_fault(c):
+        return None  # has a rule of its own
+    return refusal(lambda: check_instances(c.config.grid(), instances), RankGridError)
+
+
+def data_parallel_size(c: Context) -> int | None:
+    return None if grid_fault(c) else c.config.data_parallel_size
+
+
+def unfinished_schedules(c: Context) -> str | None:
+    """Say so when a ramp keeps a run that is counted in iterations from the end of its schedule."""
+    constant, batches = c.weight_decay_incr_style == "constant", c.config.batch_schedule_or_none()
+    if not c.train_iters or (c.lr_decay_iters or 0) > c.train_iters or batches is None:
+        return None  # of a batch a rule tells
+    if constant and c.lr_decay_style == "constant":
+        return None
+    o, iterations, batch = c.config.optimizer, c.train_iters, c.global_batch_size
+    lengths = schedule_lengths(o, train_iters=iterations, train_samples=None, global_batch_size=batch)
+    schedule = lengths.decay_samples if constant else max(lengths.decay_samples, lengths.total_samples)
+    run = batches.samples_of(iterations)
+    if run >= schedule:
+        return None
+    return (
+        "--train-iters with --rampup-batch-size: the schedules count every iteration as a full batch, "
+        f"{schedule} samples, but the run trains on {run}: they do not reach their end; give --train-samples "
+        "and --lr-decay-samples, or a smaller --lr-decay-iters"
     )
 
 
-class _Resolver:
-    """Values by destination name with their origins, and what is told; each method looks at one subject."""
+def names_corpus(c: Context) -> bool:
+    return any(getattr(c, name) for name in CORPORA)
 
-    def __init__(
-        self,
-        values: Mapping[str, Any],
-        origin: Mapping[str, str],
-        machine: Machine,
-        warnings: tuple[str, ...],
-    ) -> None:
-        defaults: dict[str, Any] = {name: field.default for name, (_, field) in FIELDS.items()}
-        self.values = defaults | dict(values)
-        self.origin = dict.fromkeys(FIELDS, DEFAULT_ORIGIN) | dict(origin)
-        self.machine = machine
-        self.warnings = list(warnings)
-        self.notes: list[str] = []
-        for subject in (self.ranks, self.memory, self.model, self.pipeline, self.precision):
-            subject()
-        for subject in (self.strategy, self.instances, self.overlap, self.dtypes, self.fsdp_without_effect):
-            subject()
-        for subject in (
-            self.length,
-            self.rate_schedules,
-            self.ramp,
-            self.tokenizer_and_data,
-            self.files_and_logs,
-        ):
-            subject()
-        self.without_effect()
 
-    def given(self, name: str) -> bool:
-        return is_given(self.origin[name])
+def padded_vocabulary_size(c: Context) -> int | None:
+    vocabulary = known_vocabulary(c.tokenizer_type, c.vocab_size)
+    multiple, ranks = c.make_vocab_size_divisible_by, c.tensor_model_parallel_size
+    if vocabulary is None or multiple < 1 or ranks < 1:
+        return None
+    return padded_vocabulary(vocabulary, multiple, ranks)
 
-    def derive(self, name: str, value: Any, origin: str = "derived") -> None:
-        if self.values[name] != value:
-            self.values[name], self.origin[name] = value, origin
 
-    def fill(self, name: str, value: Any, origin: str = "derived") -> None:
-        """Derive a value that was left unset."""
-        if self.values[name] is None and value is not None:
-            self.derive(name, value, origin)
+def metrics_in_save(c: Context) -> str:
+    return os.path.join(c.save, "metrics.jsonl")
 
-    def told(self, name: str) -> str:
-        return f"{spelled(name)} {self.values[name]}"
 
-    def ranks(self) -> None:
-        v = self.values
-        self.fill("world_size", self.machine.world_size, "launcher")
-        self.fill("expert_tensor_parallel_size", v["tensor_model_parallel_size"])
-        if v["distributed_backend"] == "nccl" and not self.machine.has_gpu:
-            self.warnings.append("--distributed-backend nccl: this machine shows no GPU, gloo is used")
-            self.derive("distributed_backend", "gloo")
-        self.fill("distributed_backend", "nccl" if self.machine.has_gpu else "gloo")
-
-    def memory(self) -> None:
-        """What --rank-memory-limit needs beside it. On GPUs `auto` is known once there is a device."""
-        v, memory = self.values, self.machine.rank_memory_bytes
-        if v["rank_memory_limit"] is None:
-            return
-        if v["rank_memory_limit"] == "auto" and v["distributed_backend"] != "nccl" and memory is not None:
-            self.derive("rank_memory_limit", memory)
-        tflops, gb_per_s = SPEEDS[v["distributed_backend"]]
-        self.fill("achieved_tflops", tflops)
-        self.fill("dp_bandwidth_gb_per_s", gb_per_s)
-
-    def model(self) -> None:
-        v = self.values
-        self.fill("max_position_embeddings", v["seq_length"])
-        if v["use_rotary_position_embeddings"] and not self.given("position_embedding_type"):
-            self.derive("position_embedding_type", "rope")
-        if v["use_flash_attn"] and not self.given("attention_backend"):
-            self.derive("attention_backend", "flash")
-        if v["recompute_activations"]:
-            self.fill("recompute_granularity", "selective")
-        if v["apply_query_key_layer_scaling"]:
-            self.derive("attention_softmax_in_fp32", True)
-        if not v["group_query_attention"] and v["num_query_groups"] not in (1, v["num_attention_heads"]):
-            self.warnings.append("--num-query-groups has no effect without --group-query-attention")
-        with contextlib.suppress(ValueError, ZeroDivisionError, TypeError):  # rules tell
-            resolved = Config.from_flat(v).model.resolved()
-            for name in ("ffn_hidden_size", "kv_channels", "num_query_groups"):
-                self.derive(name, getattr(resolved, name))
-
-    def pipeline(self) -> None:
-        """The schedule follows from its flags or the number of chunks, the size of microbatch groups from both."""
-        v = self.values
-        if v["zero_bubble_v_schedule"]:
-            self.derive("enable_zero_bubble", True)
-        if v["num_layers"] is None or v["pipeline_schedule_file"] is not None:
-            return  # a rule tells; the plan has a schedule and stages of its own
-        asked = list(asked_schedules(Config.from_flat(v).parallel).values())
-        if asked or v["rank_memory_limit"] is not None:
-            self.fill("pipeline_schedule", asked[0] if asked else AUTO)
-        parallel = Config.from_flat(v).parallel
-        with contextlib.suppress(StageLayersError):  # a rule tells
-            stages = stages_of(parallel, v["num_layers"], v["pipeline_schedule"])
-            interleaved = len(stages) > parallel.pipeline_model_parallel_size
-            self.fill("pipeline_schedule", "interleaved" if interleaved else "1f1b")
-            if interleaved and v["pipeline_schedule"] == "interleaved":
-                self.fill("microbatch_group_size_per_vp_stage", parallel.pipeline_model_parallel_size)
-
-    def precision(self) -> None:
-        v = self.values
-        if v["bf16"] and not v["grad_reduce_in_bf16"]:
-            self.derive("accumulate_allreduce_grads_in_fp32", True)
-        if v["fp16"] and v["loss_scale"] is None:
-            # A dynamic loss scale finds its ceiling by overflowing: non-finite steps are its business.
-            self.derive("check_for_nan_in_loss_and_grad", False)
-        if v["rerun_mode"] == "validate_results" and not self.given("nan_policy"):
-            self.derive("nan_policy", "rerun-once")
-
-    def strategy(self) -> None:
-        """The row of the sharding table; rules tell where it stands alone."""
-        v = self.values
-        if not self.given(_STRATEGY) and (v["use_custom_fsdp"] or v["use_distributed_optimizer"]):
-            self.derive(_STRATEGY, "optim_grads_params" if v["use_custom_fsdp"] else "optim")
-        if v["enable_full_sharding_in_hsdp"] and not self.given(_OUTER):
-            self.derive(_OUTER, "optim")
-        if v[_OUTER] != "no_shard" and v[_INSTANCES] == 1 and weights_are_sharded(v[_STRATEGY]):
-            flag = f"{spelled(_OUTER)} optim" if self.given(_OUTER) else "--enable-full-sharding-in-hsdp"
-            self.warnings.append(f"{flag} has no effect at --num-distributed-optimizer-instances 1")
-            self.derive(_OUTER, "no_shard")
-
-    def instances(self) -> None:
-        """Without anything sharded there is one instance: all ranks hold all."""
-        v = self.values
-        if v[_INSTANCES] <= 1 or v[_STRATEGY] != "no_shard" or v["use_custom_fsdp"]:
-            return
-        with contextlib.suppress(RankGridError):  # a rule tells
-            check_instances(Config.from_flat(v).grid(), v[_INSTANCES])
-            self.warnings.append(
-                f"{self.told(_INSTANCES)} has no effect without --use-distributed-optimizer or --use-custom-fsdp: no "
-                "optimizer state is sharded"
-            )
-            self.derive(_INSTANCES, 1)
-
-    def overlap(self) -> None:
-        v = self.values
-        if grads_are_sharded(v[_STRATEGY]):
-            for name in ("overlap_grad_reduce", "overlap_param_gather"):
-                if self.given(name) and not v[name]:
-                    self.warnings.append(f"{spelled(name)} is always on with {self.told(_STRATEGY)}")
-                self.derive(name, True)
-        elif v["overlap_param_gather"] and v[_STRATEGY] == "no_shard":
-            self.warnings.append(
-                "--overlap-param-gather has no effect without a sharded optimizer: every rank updates all weights"
-            )
-            self.derive("overlap_param_gather", False)
-
-    def dtypes(self) -> None:
-        """A unit that reduces once a step accumulates what has not travelled yet, in the dtype of the wire."""
-        v = self.values
-        if v["fp64"] and not self.given("megatron_fsdp_main_params_dtype"):
-            self.derive("megatron_fsdp_main_params_dtype", "auto")
-        wire, policy = v["megatron_fsdp_grad_comm_dtype"], v["fsdp_reshard_policy"]
-        if (
-            wire not in ("bf16", "fp16")
-            or policy not in ("step", "budget")
-            or not grads_are_sharded(v[_STRATEGY])
-        ):
-            return
-        config = Config.from_flat(v)
-        accumulated = main_grads_dtype(config.params_flag, config.ddp)
-        if wire != accumulated:
-            self.warnings.append(
-                f"{self.told('megatron_fsdp_grad_comm_dtype')} with --fsdp-reshard-policy {policy}: units that reduce "
-                f"once a step add their microbatches in {wire}, not in {accumulated}"
-            )
-
-    def fsdp_without_effect(self) -> None:
-        """What has no effect, but for the flags of gathers and reductions: these are refused by rules."""
-        v = self.values
-        if not v["use_custom_fsdp"]:
-            rows = [("fsdp_unit_modules fsdp_debug", "without --use-custom-fsdp")]
-        else:
-            rows = [("ddp_bucket_size ddp_num_buckets", "with --use-custom-fsdp: each unit is a bucket")]
-            if not grads_are_sharded(v[_STRATEGY]):
-                rows.append(("fsdp_debug", f"with {self.told(_STRATEGY)}: weights and gradients stay whole"))
-        for names, why in rows:
-            idle = (name for name in names.split() if differs(name, v[name]))
-            self.warnings += [f"{spelled(name)} has no effect {why}" for name in idle]
-
-    def length(self) -> None:
-        """--skip-train needs neither a length nor a rate, and of a checkpoint only the weights."""
-        v = self.values
-        with contextlib.suppress(RankGridError):  # a rule tells
-            if v["micro_batch_size"] is not None:
-                self.fill("global_batch_size", v["micro_batch_size"] * Config.from_flat(v).data_parallel_size)
-        if v["skip_train"]:
-            if v["train_samples"] is None:
-                self.fill("train_iters", 0)
-            self.fill("lr", 0.0)
-            self.derive("no_load_optim", True)
-            self.derive("no_load_rng", True)
-
-    def rate_schedules(self) -> None:
-        v = self.values
-        if v["train_samples"] is not None:
-            self.fill("lr_decay_samples", v["train_samples"])
-        elif v["train_iters"] is not None:
-            self.fill("lr_decay_iters", v["train_iters"])
-        self.fill("start_weight_decay", v["weight_decay"])
-        self.fill("end_weight_decay", v["weight_decay"])
-        if v["decoupled_lr"] is not None:
-            self.fill("decoupled_min_lr", v["min_lr"])
-
-    def ramp(self) -> None:
-        """Say so when a ramp keeps a run that is counted in iterations from the end of its schedule."""
-        v = self.values
-        flat = v["lr_decay_style"] == "constant" and v["weight_decay_incr_style"] == "constant"
-        if v["rampup_batch_size"] is None or v["train_samples"] is not None or v["skip_train"] or flat:
-            return
-        if not v["train_iters"] or (v["lr_decay_iters"] or 0) > v["train_iters"]:
-            return
-        config = Config.from_flat(v)
-        batches = config.batch_schedule_or_none()
-        if batches is None:
-            return  # a rule tells
-        run, batch = batches.samples_of(v["train_iters"]), v["global_batch_size"]
-        lengths = schedule_lengths(
-            config.optimizer, train_iters=v["train_iters"], train_samples=None, global_batch_size=batch
-        )
-        constant = v["weight_decay_incr_style"] == "constant"
-        schedule = lengths.decay_samples if constant else max(lengths.decay_samples, lengths.total_samples)
-        if run < schedule:
-            self.warnings.append(
-                "--train-iters with --rampup-batch-size: the schedules count every iteration as a full batch, "
-                f"{schedule} samples, but the run trains on {run}: they do not reach their end; give --train-samples "
-                "and --lr-decay-samples, or a smaller --lr-decay-iters"
-            )
-
-    def tokenizer_and_data(self) -> None:
-        v = self.values
-        if v["vocab_file"] is not None and v["merge_file"] is not None:
-            self.fill("tokenizer_type", "GPT2BPETokenizer")
-        elif v["vocab_size"] is not None and not any(v[name] for name in CORPORA):
-            self.fill("tokenizer_type", "NullTokenizer")
-        elif v["mock_data"] and not (v["tokenizer_model"] or v["vocab_file"] or v["merge_file"]):
-            self.fill("tokenizer_type", "ByteTokenizer")
-        vocabulary = known_vocabulary(v["tokenizer_type"], v["vocab_size"])
-        multiple, tensor_ranks = v["make_vocab_size_divisible_by"], v["tensor_model_parallel_size"]
-        if vocabulary is not None and multiple > 0 and tensor_ranks > 0:
-            self.fill("padded_vocab_size", padded_vocabulary(vocabulary, multiple, tensor_ranks))
-        if v["data_path"] is not None or v["data_args_path"] is not None:
-            self.fill("split", "969,30,1")
-        self.fill("dataloader_type", "single")
-
-    def files_and_logs(self) -> None:
-        v = self.values
-        if v["ckpt_format"] == "torch_dist" and self.given("ckpt_format"):
-            self.notes.append(
-                "--ckpt-format torch_dist: checkpoints are written in this project's own format, under that name"
-            )
-        if v["ckpt_format"] in ("torch", "torch_dcp", "fsdp_dtensor"):
-            told = f"{self.told('ckpt_format')}: there is one format, ours, under the name torch_dist"
-            self.warnings.append(told)
-            self.derive("ckpt_format", "torch_dist")
-        if v["save"] is not None:  # else in the run's own folder, which has no name yet
-            self.fill("metrics_file", os.path.join(v["save"], "metrics.jsonl"))
-
-    def without_effect(self) -> None:
-        """Say what was given and does nothing."""
-        for name, why in list(no_effect.without_effect(self.values)):
-            if self.given(name) and differs(name, self.values[name]):
-                self.warnings.append(no_effect.told(name, self.values[name], why))
-                if name in no_effect.DROPPED:
-                    self.derive(name, FIELDS[name][1].default)
-        self.warnings += no_effect.partly(self.values)
+def kept_every(c: Context) -> int | None:
+    """Iterations between the checkpoints that --save-retain-interval keeps, where some that it names are not saved."""
+    retain, interval = c.save_retain_interval, c.save_interval
+    if c.save is None or not retain or not interval or min(retain, interval) < 1:
+        return None
+    return None if retain % interval == 0 else math.lcm(retain, interval)
 
 
 def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
@@ -338,6 +253,9 @@ def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int 
     """
     if tokenizer_type == "ByteTokenizer":
         return BYTE_VOCABULARY
-    if tokenizer_type == "NullTokenizer" and vocab_size is not None:
-        return vocab_size + 1
-    return None
+    return vocab_size + 1 if tokenizer_type == "NullTokenizer" and vocab_size is not None else None
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    name: one for name, one in vars().items() if inspect.isfunction(one) and one.__module__ == __name__
+}

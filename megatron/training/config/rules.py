@@ -1,93 +1,103 @@
 """What must hold between settings: a table of rules, all of them looked at, every broken one told (floor 0).
 
-rules.csv has a row for each, in the order in which they are told: its id, the flags concerned, what is wrong (where it
-can be said beforehand: `{name}` stands for the flag of a setting and its value), and what to do about it. Predicates
-are in the rules_*.py files beside this one, under the same ids. Sources of the combinations: Megatron's own checks, and
-those that users break most often.
+rules.csv has them in the order in which they are told: its id, the flags concerned, when it is broken, what is wrong
+(where that is empty, the condition says it), and what to do about it. A row without an id is another way to break the
+rule above. `expressions` says how conditions and messages are read; the functions in them are those of resolve.py and
+of the rules_*.py files beside this one, and what `RuleContext` has. Sources of the combinations: Megatron's own checks,
+and those that users break most often.
 """
 
 from __future__ import annotations
 
-import csv
+import ast
 import dataclasses
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from megatron.core.config_base import arg_info, bounds_of
-from megatron.core.safe_files import read_text
-from megatron.training.config import rules_model, rules_pipeline, rules_training
+from megatron.training.config import resolve, rules_model, rules_pipeline, rules_training
 from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS
+from megatron.training.config.expressions import filled, parsed, rows, value_of
 from megatron.training.config.flag_table import FlagState, flag_table
 from megatron.training.config.problems import Problem
-from megatron.training.config.rule_table import Predicate, RuleContext, refusal, spelled
+from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.values import BoundsError, check_bounds
 
-TABLE = Path(__file__).with_name("rules.csv")
-
-
-class _Words(dict[str, str]):
-    """What `{name}` in a message stands for."""
-
-    def __init__(self, c: RuleContext) -> None:
-        super().__init__()
-        self.c = c
-
-    def __missing__(self, name: str) -> str:
-        return self.c.told(name)
+# Without a plan for a configuration that breaks one of these.
+_BEFORE_PLANS = (
+    "schedule-flags schedule-ranks interleaving-chunks pipeline-schedule microbatch-group interleave-group "
+    "interleaving-microbatches dualpipe-v-microbatches pipeline-limits rank-memory-limit plan-size"
+).split()
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One row, and the predicate under its id."""
+    """fault: what is wrong with a configuration, or None."""
 
     id: str
     flags: tuple[str, ...]
-    message: str
     fix: str
-    predicate: Predicate
-
-    def broken(self, c: RuleContext) -> str | None:
-        """What is wrong, or None."""
-        found = self.predicate(c)
-        if isinstance(found, str):
-            return found or None
-        return self.message.format_map(_Words(c)) if found else None
+    fault: Callable[[RuleContext], str | None]
 
 
-def _required(name: str) -> Rule:
-    flag, info = spelled(name), arg_info(FIELDS[name][1])
-    assert info is not None
-
-    def missing(c: RuleContext) -> bool:
-        return getattr(c, name) is None and not (name == "lr" and c.skip_train)
-
-    id = f"required-{name.replace('_', '-')}"
-    return Rule(id, (flag,), f"{flag} is required", f"give {flag}: {info.help}", missing)
+def can_plan(c: RuleContext) -> bool:
+    """Whether the flags say all that a plan needs, and none of them breaks a rule of its own."""
+    complete = c.config.batch_schedule_or_none() is not None and c.num_layers is not None
+    if not complete or rules_pipeline.chunks(c) is None:
+        return False
+    return all(rule.fault(c) is None for rule in RULES if rule.id in _BEFORE_PLANS)
 
 
-def _bounded(name: str) -> Rule:
+FUNCTIONS: dict[str, Callable[..., Any]] = {"can_plan": can_plan} | {
+    name: function
+    for module in (resolve, rules_training, rules_model, rules_pipeline)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function) and function.__module__ == module.__name__
+}
+
+
+def _fault(ways: Sequence[tuple[ast.expr, str]], c: RuleContext) -> str | None:
+    """Of the first way that the configuration goes."""
+    names = c.named(FUNCTIONS)
+    for when, message in ways:
+        if found := value_of(when, names):
+            return filled(message, names, c.told, found) if message else str(found)
+    return None
+
+
+def _missing(name: str, c: RuleContext) -> str | None:
+    missing = getattr(c, name) is None and not (name == "lr" and c.skip_train)
+    return f"{spelled(name)} is required" if missing else None
+
+
+def _out_of_bounds(name: str, c: RuleContext) -> str | None:
     """What was given is checked where it is converted (`values`): this is about what follows from it, and about what a
     launcher says."""
-    flag = spelled(name)
-
-    def fault(c: RuleContext) -> str | None:
-        told = refusal(lambda: check_bounds(FIELDS[name][1], getattr(c, name)), BoundsError)
-        return told and f"{flag} {told}"
-
-    return Rule(f"bounds-{name.replace('_', '-')}", (flag,), "", f"change what {flag} follows from", fault)
+    told = refusal(lambda: check_bounds(FIELDS[name][1], getattr(c, name)), BoundsError)
+    return told and f"{spelled(name)} {told}"
 
 
 def _rules() -> Iterator[Rule]:
     """Those of single settings, then the table's."""
-    infos = {name: arg_info(field) for name, (_, field) in FIELDS.items()}
-    yield from (_required(name) for name, info in infos.items() if info is not None and info.required)
-    yield from (_bounded(name) for name, (_, field) in FIELDS.items() if bounds_of(field) is not None)
-    predicates = rules_training.BROKEN | rules_model.BROKEN | rules_pipeline.BROKEN
-    text = read_text(TABLE, max_bytes=1 << 20, follow=True)
-    for id, flags, message, fix in list(csv.reader(text.splitlines()))[1:]:
-        yield Rule(id, tuple(flags.split()), message, fix, predicates.pop(id))
-    assert not predicates, f"rules without a row: {sorted(predicates)}"
+    partial = functools.partial
+    for name, (_, field) in FIELDS.items():
+        flag, info = spelled(name), arg_info(field)
+        if info is not None and info.required:
+            id = f"required-{name.replace('_', '-')}"
+            yield Rule(id, (flag,), f"give {flag}: {info.help}", partial(_missing, name))
+    for name, (_, field) in FIELDS.items():
+        if bounds_of(field) is not None:
+            id, fix = f"bounds-{name.replace('_', '-')}", f"change what {spelled(name)} follows from"
+            yield Rule(id, (spelled(name),), fix, partial(_out_of_bounds, name))
+    ways: list[tuple[ast.expr, str]] = []
+    for row in rows("rules.csv"):
+        if row["id"]:
+            ways = []
+            yield Rule(row["id"], tuple(row["flags"].split()), row["fix"], partial(_fault, ways))
+        ways.append((parsed(row["when"]), row["message"]))
 
 
 RULES = tuple(_rules())
@@ -95,17 +105,15 @@ RULES = tuple(_rules())
 
 def broken_rules(context: RuleContext) -> list[Problem]:
     """Every rule that the configuration breaks, in table order, after unsupported flags."""
-    found = ((rule, rule.broken(context)) for rule in RULES)
-    broken = [
-        Problem(rule.id, rule.flags, message, rule.fix) for rule, message in found if message is not None
-    ]
+    found = ((rule, rule.fault(context)) for rule in RULES)
+    broken = [Problem(rule.id, rule.flags, told, rule.fix) for rule, told in found if told is not None]
     return unsupported_flags(context) + broken
 
 
 def unsupported_flags(context: RuleContext) -> list[Problem]:
     """Flags of Megatron's (or of later issues) that ask for something we do not do, all of them."""
     asked, _ = _asked_and_idle(context.used)
-    problems = [_unsupported(" ".join((u.spelling, *u.words)), u.spelling, u.entry.fix) for u in asked]
+    refused = [(" ".join((u.spelling, *u.words)), u.spelling, u.entry.fix) for u in asked]
     for name, entry in flag_table().items():
         value = getattr(context, name) if entry.allowed is not None else None
         if entry.allowed is None or str(value) in entry.allowed:
@@ -115,12 +123,10 @@ def unsupported_flags(context: RuleContext) -> list[Problem]:
         if (name, value) == ("transformer_impl", "transformer_engine"):
             continue  # has a rule of its own
         shown = entry.spelling if value is True else f"{entry.spelling} {value}"
-        problems.append(_unsupported(shown, entry.spelling, entry.fix))
-    return problems
-
-
-def _unsupported(shown: str, flag: str, fix: str) -> Problem:
-    return Problem("not-supported", (flag,), f"{shown} is not supported", fix)
+        refused.append((shown, entry.spelling, entry.fix))
+    return [
+        Problem("not-supported", (flag,), f"{shown} is not supported", fix) for shown, flag, fix in refused
+    ]
 
 
 def _asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[UsedFlag]]:

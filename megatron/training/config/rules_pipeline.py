@@ -1,4 +1,5 @@
-"""Rules on pipelines: stages, schedules, their chunks and microbatches, memory limits and saved plans (floor 0)."""
+"""What rules ask of pipelines: stages, schedules, their chunks and microbatches, memory limits and saved plans
+(floor 0)."""
 
 from __future__ import annotations
 
@@ -9,11 +10,10 @@ from megatron.core.models.gpt.parameter_count import count_parameters
 from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
 from megatron.training.config.config import Config
-from megatron.training.config.rule_table import Predicate, RuleContext, refusal, spelled
+from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.state_bytes import state_bytes
 
 _GROUP = "microbatch_group_size_per_vp_stage"
@@ -21,27 +21,13 @@ _COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
 _LIMITS = ("zero_bubble_max_pending_backward", "pipeline_memory_limit", "zero_bubble_v_schedule_mem_setup")
 # What one limit of all that a rank holds decides on by itself.
 _OF_RANK_LIMIT = (
-    "pipeline_memory_limit",
-    "fsdp_memory_budget",
-    "fsdp_reshard_policy",
-    "zero_bubble_max_pending_backward",
-    "zero_bubble_adaptive_memory_limit_percentile",
-    "zero_bubble_v_schedule_mem_setup",
-    "pipeline_schedule_file",
-)
-# Without a plan for a configuration that breaks one of these.
-_BEFORE_PLANS = (
-    "schedule-flags schedule-ranks interleaving-chunks pipeline-schedule microbatch-group interleave-group "
-    "interleaving-microbatches dualpipe-v-microbatches pipeline-limits rank-memory-limit plan-size"
+    "pipeline_memory_limit fsdp_memory_budget fsdp_reshard_policy zero_bubble_max_pending_backward "
+    "zero_bubble_adaptive_memory_limit_percentile zero_bubble_v_schedule_mem_setup pipeline_schedule_file"
 )
 # Numbers of layers and stages of which a rank has one at least.
 _SIZES = (
-    "num_layers",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
+    "num_layers pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
 )
 
 
@@ -63,7 +49,7 @@ def _num_stages(c: RuleContext) -> int:
         raise
 
 
-def _chunks(c: RuleContext) -> int | None:
+def chunks(c: RuleContext) -> int | None:
     """Model chunks on a rank, or None where the layers do not divide (told by its own rule)."""
     with contextlib.suppress(StageLayersError):
         if c.pipeline_model_parallel_size >= 1:
@@ -76,15 +62,25 @@ def _schedule(c: RuleContext) -> Schedule | None:
     return None if c.pipeline_schedule_file is not None else SCHEDULES.get(c.pipeline_schedule or "")
 
 
-def _pipeline_layers(c: RuleContext) -> str | None:
+def placement(c: RuleContext) -> str | None:
+    row = _schedule(c)
+    return None if row is None else row.placement
+
+
+def schedule_flag(c: RuleContext) -> str:
+    return describe_schedule(c.config.parallel)
+
+
+def layers_fault(c: RuleContext) -> str | None:
     beyond = (c.num_layers or 0) > MAX_LAYERS or c.pipeline_model_parallel_size > MAX_STAGES
-    below = any(getattr(c, name) is not None and getattr(c, name) < 1 for name in _SIZES)
-    if c.num_layers is None or beyond or below:
+    sizes = [getattr(c, name) for name in _SIZES.split()]
+    if c.num_layers is None or beyond or any(size is not None and size < 1 for size in sizes):
         return None  # has a rule of its own
     return refusal(lambda: _num_stages(c), StageLayersError)
 
 
-def _schedule_flags(c: RuleContext) -> str | None:
+def schedule_flags_fault(c: RuleContext) -> str | None:
+    """Flags that ask for different schedules."""
     asked, schedule, row = asked_schedules(c.config.parallel), c.pipeline_schedule, _schedule(c)
     if c.pipeline_schedule_file is not None:  # beside which nothing is derived
         flag = next(iter(asked), None) if schedule is None else f"--pipeline-schedule {schedule}"
@@ -99,54 +95,23 @@ def _schedule_flags(c: RuleContext) -> str | None:
     return None
 
 
-def _needs_ranks(c: RuleContext) -> bool:
+def needs_ranks(c: RuleContext) -> bool:
+    """Whether the schedule is one of several ranks, and there is one."""
     row = _schedule(c)
     return row is not None and c.pipeline_model_parallel_size == 1 and not row.alone
 
 
-def _interleaving_chunks(c: RuleContext) -> str | None:
-    row = _schedule(c)
-    if row is None or row.placement != LOOPED or _chunks(c) != 1 or _needs_ranks(c):
-        return None
-    return f"{describe_schedule(c.config.parallel)} needs several chunks of the model a rank: the flags ask for one"
-
-
-def _one_chunk(c: RuleContext) -> str | None:
-    row, chunks = _schedule(c), _chunks(c)
-    if row is None or row.placement != LINEAR or chunks is None or chunks <= 1 or _needs_ranks(c):
-        return None
-    return f"{describe_schedule(c.config.parallel)} has one chunk of the model a rank, and the flags ask for {chunks}"
-
-
-def _microbatch_group(c: RuleContext) -> str | None:
-    group, ranks, row = getattr(c, _GROUP), c.pipeline_model_parallel_size, _schedule(c)
-    by_name = c.pipeline_schedule == AUTO and c.pipeline_schedule_file is None
-    if (
-        group is None
-        or not 1 <= group < ranks
-        or not (by_name or (row is not None and row.group_size == _GROUP))
-    ):
-        return None  # without interleaving a warning
-    return f"{spelled(_GROUP)} {group} is below --pipeline-model-parallel-size {ranks}"
-
-
-def _interleave_group(c: RuleContext) -> str | None:
-    group, ranks = c.interleave_group_size, c.pipeline_model_parallel_size
-    least = -(-ranks // 2)
-    if group <= 0 or ranks < 2 or least <= group <= ranks:
-        return None
-    return f"--interleave-group-size {group} with {ranks} pipeline ranks: must be {least} to {ranks}"
-
-
-def _interleaving_microbatches(c: RuleContext) -> str | None:
+def group_fault(c: RuleContext) -> str | None:
+    """A step with fewer microbatches than interleaving takes in turn."""
     group, row = getattr(c, _GROUP), _schedule(c)
-    if group is None or row is None or not row.whole_group or (_chunks(c) or 1) == 1:
+    if group is None or row is None or not row.whole_group or (chunks(c) or 1) == 1:
         return None
     flag = spelled(_GROUP) if c.given(_GROUP) else "--pipeline-model-parallel-size"
     return _too_few(c, group, f"fewer than the {group} that interleaving takes in turn ({flag})")
 
 
-def _microbatches_a_rank(c: RuleContext) -> str | None:
+def microbatches_fault(c: RuleContext) -> str | None:
+    """A step with fewer microbatches a rank than the schedule needs."""
     ranks, row = c.pipeline_model_parallel_size, _schedule(c)
     if row is None or not row.microbatches_a_rank or ranks < 2:
         return None
@@ -165,28 +130,18 @@ def _too_few(c: RuleContext, least: int, why: str) -> str | None:
     return f"{where} has {fewest} microbatch{'' if fewest == 1 else 'es'} a rank, {why}"
 
 
-def _post_validation_settings(c: RuleContext) -> str | None:
-    given = c.differing(("post_validation_rollback", "post_validation_after"))
-    if c.enable_optimizer_post_validation or not given:
-        return None
-    return f"{c.told(given[0])} without --enable-optimizer-post-validation"
-
-
-def _validated_memory(c: RuleContext) -> str | None:
+def validated_memory_fault(c: RuleContext) -> str | None:
     """What a step leaves until it is decided on, gradients at rest among it, beside all other states; on CPU, where
     ranks share the machine. What is free is looked at once the engine has its memory."""
-    config, model = c.config, c.config.model
-    named = c.pipeline_schedule_file is None and c.pipeline_schedule != AUTO
-    if not c.enable_optimizer_post_validation or c.has_gpu or c.check_only or not _can_plan(c) or not named:
-        return None
-    row, place, vocabulary = config.sharding, config.shard_place, model.padded_vocab_size
+    config, row, place = c.config, c.config.sharding, c.config.shard_place
+    vocabulary = config.model.padded_vocab_size
     if config.model_costs is None or vocabulary is None or row is None or place is None:
         return None
-    spec, tp = config.staged_model.spec(c.pipeline_schedule), config.parallel.tensor_model_parallel_size
+    spec = None if _schedule(c) is None else config.staged_model.spec(c.pipeline_schedule)
     if spec is None:
         return None
-    held = count_parameters(model, vocabulary, tp=tp, stages=spec.stages, placement=spec.placement)
-    copies = c.post_validation_rollback == "snapshot"
+    tp, copies = config.parallel.tensor_model_parallel_size, c.post_validation_rollback == "snapshot"
+    held = count_parameters(config.model, vocabulary, tp=tp, stages=spec.stages, placement=spec.placement)
     sizes = state_bytes(config.ddp, row, place, config.params_flag, copies=copies)
     needed = max(held.per_rank) * sum(size / ways for size, ways in sizes.at_rest)
     if needed * c.env.local_world_size <= c.memory_bytes:
@@ -198,29 +153,35 @@ def _validated_memory(c: RuleContext) -> str | None:
     )
 
 
-def _pipeline_limits(c: RuleContext) -> str | None:
-    told = [c.told(name) for name in c.differing(_LIMITS)]
+def several_limits(c: RuleContext) -> str | None:
+    told = [c.told(name) for name in _LIMITS if c.differs(name)]
     return f"{' and '.join(told)} are {_COUNTS[len(told)]} limits of one thing" if len(told) > 1 else None
 
 
-def _rank_memory_limit(c: RuleContext) -> str | None:
-    given = ", ".join(c.told(name) for name in c.differing(_OF_RANK_LIMIT))
-    if c.rank_memory_limit is None or not given:
-        return None
-    return (
-        f"{c.told('rank_memory_limit')} with {given}: one limit of all that a rank holds says what each may"
-    )
+def decided_by_limit(c: RuleContext) -> str:
+    return ", ".join(c.told(name) for name in _OF_RANK_LIMIT.split() if c.differs(name))
 
 
-def _schedule_file(c: RuleContext) -> str | None:
-    if c.pipeline_schedule_file is None or not _can_plan(c):
-        return None
-    return _plan_error(c.config.replace(pipeline_memory_limit=None))
+def size_fault(c: RuleContext) -> str | None:
+    """Of a step with more forwards than a plan holds."""
+    return c.config.staged_model.size_fault((chunks(c) or 1) * c.pipeline_model_parallel_size)
 
 
-def _file_residency(c: RuleContext) -> str | None:
-    if c.pipeline_schedule_file is None or not _can_plan(c) or _schedule_file(c) is not None:
-        return None
+def asks_for_plan(c: RuleContext) -> bool:
+    """Whether there may be no plan though no other rule is broken: a search, or a limit."""
+    limits = (c.pipeline_memory_limit, c.zero_bubble_max_pending_backward)
+    if any(limit is not None and limit < 1 for limit in limits):
+        return False  # has a rule of its own
+    return c.pipeline_schedule == AUTO or limits != (None, None) or c.config.rank_budget is not None
+
+
+def file_fault(c: RuleContext) -> str | None:
+    """Why the plan of a file does not run; None without one."""
+    return c.pipeline_schedule_file and plan_fault(c, c.config.replace(pipeline_memory_limit=None))
+
+
+def residency_fault(c: RuleContext) -> str | None:
+    """That a plan's gathers and reductions are of other ranks, or of another strategy, than the flags'."""
     file = c.config.replace(pipeline_memory_limit=None).schedule_spec.file
     assert file is not None, "a plan file that was read"
     planned, place = file.plan.residency, c.config.shard_place
@@ -235,67 +196,14 @@ def _file_residency(c: RuleContext) -> str | None:
     return f"{told}; the flags say {words.format(*ours)}"
 
 
-def _plan_size(c: RuleContext) -> str | None:
-    chunks = _chunks(c) if c.num_layers is not None else None
-    if chunks is None or c.pipeline_schedule_file is not None:
-        return None
-    return c.config.staged_model.size_fault(chunks * c.pipeline_model_parallel_size)
-
-
-def _pipeline_plan(c: RuleContext) -> str | None:
-    limits = (c.pipeline_memory_limit, c.zero_bubble_max_pending_backward)
-    if c.pipeline_schedule != AUTO and limits == (None, None) and c.config.rank_budget is None:
-        return None  # every other rule together says whether there is a plan
-    if any(limit is not None and limit < 1 for limit in limits) or not _can_plan(c):
-        return None  # has a rule of its own
-    return None if _schedule_file(c) is not None else _plan_error(c.config)
-
-
-def _can_plan(c: RuleContext) -> bool:
-    """Whether the flags say all that a plan needs, and none of them breaks a rule of its own."""
-    complete = c.config.batch_schedule_or_none() is not None and c.num_layers is not None
-    return complete and _chunks(c) is not None and not any(BROKEN[rule](c) for rule in _BEFORE_PLANS.split())
-
-
-def _plan_error(config: Config) -> str | None:
-    """Why there is no plan for the fewest microbatches of the run, or for the most."""
+def plan_fault(c: RuleContext, config: Config | None = None) -> str | None:
+    """Why there is no plan for the fewest microbatches of the run, or for the most. config: else the context's."""
+    config = config or c.config
     schedule = config.batch_schedule_or_none()
     assert schedule is not None, "asked without a batch"
-    last = 0 if schedule.rampup is None else schedule.rampup[2] + 1
     try:
-        for num_microbatches in {schedule.num_microbatches(0), schedule.num_microbatches(last)}:
+        for num_microbatches in {schedule.num_microbatches(0), config.last_num_microbatches}:
             order_within_limits(config.schedule_spec, num_microbatches)
     except (PlanError, StageLayersError) as error:
         return str(error)
     return None
-
-
-BROKEN: dict[str, Predicate] = {
-    "pipeline-layers": _pipeline_layers,
-    "schedule-flags": _schedule_flags,
-    "schedule-ranks": lambda c: (
-        _needs_ranks(c)
-        and f"{describe_schedule(c.config.parallel)} needs --pipeline-model-parallel-size 2 or more"
-    ),
-    "interleaving-chunks": _interleaving_chunks,
-    "pipeline-schedule": _one_chunk,
-    "microbatch-group": _microbatch_group,
-    "interleave-group": _interleave_group,
-    "interleaving-microbatches": _interleaving_microbatches,
-    "dualpipe-v-microbatches": _microbatches_a_rank,
-    "post-validation-settings": _post_validation_settings,
-    "validated-memory": _validated_memory,
-    "pipeline-limits": _pipeline_limits,
-    "rank-memory-limit": _rank_memory_limit,
-    "sharding-auto": lambda c: (
-        c.data_parallel_sharding_strategy == "auto"
-        and not (c.use_custom_fsdp and c.known("rank_memory_limit"))
-    ),
-    "pipeline-timers": lambda c: (
-        c.zero_bubble_pipeline_timers_start_iter >= c.zero_bubble_pipeline_timers_end_iter
-    ),
-    "pipeline-schedule-file": _schedule_file,
-    "schedule-file-residency": _file_residency,
-    "plan-size": _plan_size,
-    "pipeline-plan": _pipeline_plan,
-}

@@ -52,18 +52,11 @@ def _text(value: Any, place: Place) -> None:
         place.fail("text", value)
 
 
-_OF: dict[type, schema.Check] = {
-    bool: schema.boolean,
-    int: integer(low=-schema.MAX_INT),
-    float: schema.number(),
-    str: _text,
-}
-
-
 def _schema_of(field: dataclasses.Field[Any]) -> schema.Schema:
     """What a flag's value is in JSON: null while nothing has given it."""
-    kind = value_type(field.type)
-    one = schema.one_of(*kind.choices) if kind.choices else _OF[kind.kind]
+    kind, number = value_type(field.type), integer(low=-schema.MAX_INT)
+    kinds = {bool: schema.boolean, int: number, float: schema.number(), str: _text}
+    one = schema.one_of(*kind.choices) if kind.choices else kinds[kind.kind]
     return or_null(schema.array(one) if kind.many else one)
 
 
@@ -90,9 +83,8 @@ def check_config(found: Found, config: dict[str, Any]) -> None:
         for name in names:
             check(or_null(integer(low=1, high=elements)), config.get(name), place.at(name))
         if math.prod(config.get(name) or 1 for name in names) > elements:
-            place.at(names[0]).fail(
-                f"a matrix that fits into the {elements} elements stored", config[names[0]]
-            )
+            fits = f"a matrix that fits into the {elements} elements stored"
+            place.at(names[0]).fail(fits, config[names[0]])
     layers = {int(match[1]) for name in found.manifest.tensors if (match := _LAYER.match(name))}
     if layers and config.get("num_layers") not in (None, max(layers) + 1):
         place.at("num_layers").fail(f"{max(layers) + 1} as in the names of tensors", config["num_layers"])
@@ -119,9 +111,8 @@ def apply_checkpoint_args(
         except ValueError as error:
             raise ValueError(f"{name} {error}") from None
         if name in values and values[name] != value:
-            warnings.append(
-                f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {values[name]}"
-            )
+            told = f"{name} is {value} as in the checkpoint, not {values[name]}"
+            warnings.append(f"--use-checkpoint-args: {told}")
         values[name], origin[name] = value, CHECKPOINT
     return values, origin, warnings
 
@@ -161,13 +152,10 @@ def check_holds_tokenizer(config: Config, vocab_size: int) -> None:
     assert padded is not None, "the padded vocabulary is not known yet"
     if padded >= vocab_size:
         return
+    flags, told = "--padded-vocab-size", f"--padded-vocab-size {padded}"
+    fix = f"leave it unset, or give at least {vocab_size}"
     if config.origin.get("padded_vocab_size") == CHECKPOINT:
-        flags: tuple[str, ...] = ("--load", "--tokenizer-type")
         told = f"the padded vocabulary of {padded} of the checkpoint in {config.checkpoint.load}"
-        fix = "use the tokenizer of that run"
-    else:
-        flags = ("--padded-vocab-size",)
-        told = f"--padded-vocab-size {padded}"
-        fix = f"leave it unset, or give at least {vocab_size}"
+        flags, fix = "--load --tokenizer-type", "use the tokenizer of that run"
     message = f"{told} is smaller than the tokenizer's vocabulary of {vocab_size}"
-    raise ConfigurationError([Problem("padded-vocab-size", flags, message, fix)])
+    raise ConfigurationError([Problem("padded-vocab-size", tuple(flags.split()), message, fix)])

@@ -8,15 +8,15 @@ alias repeats count each time.
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.config_base import arg_info, bounds_of, value_type
+from megatron.core.config_base import bounds_of
 from megatron.core.list_expression import parse_list_expression, parse_pair
 from megatron.core.safe_files import read_text
-from megatron.training.config.config import CLOSE_ENOUGH, FIELDS, GROUPS, MAX_GUESSES
+from megatron.training.config.config import FIELDS, GROUPS, MAX_GUESSES, closest_name
 from megatron.training.config.flag_table import FlagEntry
 from megatron.training.config.problems import Problem
 
@@ -28,6 +28,7 @@ MAX_DEPTH = 16  # settings in a section need 3
 _MAX_DIGITS = 64
 _MAX_SHOWN = 60
 _MAX_BITS = 64
+_MEANT = "write a value that can be meant"
 
 
 class BoundsError(ValueError):
@@ -69,20 +70,18 @@ def check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
 
 def convert_words(entry: FlagEntry, words: Sequence[str]) -> Any:
     """The value of a field that the words after its flag spell. Raises ValueError saying what was expected."""
-    assert entry.field is not None, f"{entry.spelling} is no field"
-    info, kind = arg_info(entry.field), value_type(entry.field.type)
-    assert info is not None, f"field {entry.name} is no flag"
+    info, kind = entry.info, entry.kind
     assert kind.kind is not bool, f"field {entry.name} takes no words"
     if not kind.many and len(words) != 1:
         raise ValueError(f"expects one value, got {listed(words)}")
-    if kind.many and not words:
+    if not words:
         raise ValueError("expects at least one value")
     if isinstance(info.nargs, int) and len(words) != info.nargs:
         raise ValueError(f"expects {info.nargs} values, got {listed(words)}")
     check_words(words)
-    values = tuple(info.parse(word) if info.parse is not None else _value(entry, word) for word in words)
+    values = tuple(map(info.parse or functools.partial(_value, entry), words))
     value = values if kind.many else values[0]
-    check_bounds(entry.field, value)
+    check_bounds(entry.setting, value)
     return value
 
 
@@ -103,43 +102,40 @@ def check_words(words: Sequence[str]) -> None:
 
 def _value(entry: FlagEntry, word: str) -> Any:
     """What one word says of a field without a parser of its own."""
-    assert entry.field is not None
-    kind = value_type(entry.field.type)
-    if kind.choices:
-        if word in kind.choices:
-            return word
+    kind, choices = entry.kind.kind, entry.kind.choices
+    if choices:
         if word in entry.elsewhere:
-            supported = ", ".join(kind.choices)
-            raise ValueError(f"{word} is not supported ({entry.elsewhere_why}); supported: {supported}")
-        raise ValueError(f"expects one of {', '.join(kind.choices)}, got {shown(word)}")
-    if kind.kind is str:
+            why = f"{word} is not supported ({entry.elsewhere_why})"
+            raise ValueError(f"{why}; supported: {', '.join(choices)}")
+        if word not in choices:
+            raise ValueError(f"expects one of {', '.join(choices)}, got {shown(word)}")
+        return word
+    if kind is str:
         if not word:
             raise ValueError("expects a text, got an empty one; leave the flag out")
         return word
     try:
-        number = kind.kind(word)
+        number = kind(word)
     except ValueError:
-        expected = "an integer" if kind.kind is int else "a number"
+        expected = "an integer" if kind is int else "a number"
         raise ValueError(f"expects {expected}, got {shown(word)}") from None
-    if kind.kind is float and not math.isfinite(number):
+    if kind is float and not math.isfinite(number):
         raise ValueError(f"expects a finite number, got {shown(word)}")
     return number
 
 
 def convert_loaded(entry: FlagEntry, value: Any) -> Any:
     """A value read from a file: typed already, or a word as on the command line. Raises ValueError."""
-    field = entry.field
-    assert field is not None, f"{entry.spelling} is no field"
-    kind = value_type(field.type)
+    kind, default = entry.kind, entry.setting.default
     if value is None:
-        return field.default
+        return default
     if kind.kind is bool:
         if not isinstance(value, bool):
             raise ValueError(f"expects true or false, got {shown(value)}")
         return value
     if isinstance(value, list) and not kind.many:
         raise ValueError(f"expects one value, got a list of {len(value)}")
-    if value == [] and field.default == ():
+    if value == [] and default == ():
         return ()
     items = value if isinstance(value, list) else [value]
     for item in items:
@@ -168,112 +164,99 @@ class YamlSetting:
     origin: str
 
 
+class _YamlError(ValueError):
+    """args: what is wrong, and what to do."""
+
+
 def read_yaml(path: str, known: frozenset[str]) -> tuple[list[YamlSetting], list[Problem]]:
     """Settings of a file, and what is wrong with it. `known` holds names beside the fields (user flags, the table)."""
-    reader = _Reader(path, known)
+    import yaml  # late: half of the start-up time, and only needed here
+
     try:
         text = read_text(path, max_bytes=MAX_BYTES, follow=True)
+        # A composed document carries line numbers and builds nothing; only plain scalars and lists are constructed.
+        root = yaml.compose(text, Loader=_bounded_loader(yaml))
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise _YamlError("holds no mapping of settings", "write lines such as num_layers: 12")
     except OSError as error:
-        reader.tell(path, f"cannot be read: {error.strerror}", "name an existing YAML file")
+        told, fix = f"{path} cannot be read: {error.strerror}", "name an existing YAML file"
+    except yaml.YAMLError as error:
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else path
+        told, fix = f"{where} is no valid YAML: {why or 'cannot be parsed'}", "mend this line"
+    except _YamlError as error:
+        told, fix = f"{path} {error.args[0]}", error.args[1]
     except ValueError as error:  # no text, or a NUL byte in the name
-        reader.problems.append(Problem("yaml", ("--yaml-cfg",), str(error), "name a YAML file"))
+        told, fix = str(error), "name a YAML file"
     else:
-        reader.read(text)
-    return reader.settings, reader.problems
+        return _settings(yaml, path, known, root)
+    return [], [Problem("yaml", ("--yaml-cfg",), told, fix)]
 
 
-class _Reader:
-    def __init__(self, path: str, known: frozenset[str]) -> None:
-        self.path, self.known = path, known
-        self.settings: list[YamlSetting] = []
-        self.problems: list[Problem] = []
-        self.num_values = self.num_unknown = 0
-
-    def tell(self, where: str, message: str, fix: str) -> None:
-        self.problems.append(Problem("yaml", ("--yaml-cfg",), f"{where} {message}", fix))
-
-    def read(self, text: str) -> None:
-        """All settings; none, and one problem, of a text that is no YAML, or no settings."""
-        import yaml  # late: half of the start-up time, and only needed here
-
-        where, why, fix = self.path, None, "write settings only, as --check-config prints them"
+def _settings(
+    yaml: Any, path: str, known: frozenset[str], root: Any
+) -> tuple[list[YamlSetting], list[Problem]]:
+    """Of a document, line by line."""
+    settings: list[YamlSetting] = []
+    problems: list[Problem] = []
+    num_values = num_unknown = 0
+    for section, key, node, number, again in _lines(yaml, root) if root is not None else ():
+        where, name = f"{path}:{number}", key.replace("-", "_").rpartition(".")[2]
+        num_unknown += name not in FIELDS and name not in known and not again
         try:
-            # A composed document carries line numbers and builds nothing; only plain scalars and lists are
-            # constructed.
-            root = yaml.compose(text, Loader=_bounded_loader(yaml))
-            if isinstance(root, yaml.MappingNode):
-                self._mapping(yaml, root, group=None)
-            elif root is not None:
-                why, fix = "holds no mapping of settings", "write lines such as num_layers: 12"
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f"{self.path}:{mark.line + 1}" if mark is not None else self.path
-            why = f"is no valid YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}"
-            fix = "mend this line"
-        except ValueError as error:
-            why = str(error)
-        if why is not None:
-            self.settings, self.problems = [], []
-            self.tell(where, why, fix)
-        elif self.num_unknown > MAX_GUESSES:
-            told = f"has {self.num_unknown - MAX_GUESSES} more unknown settings"
-            self.tell(self.path, told, "see docs/flags.md for the names")
+            if again:
+                raise _YamlError(f"sets {shortened(key)} a second time", "keep one of the lines")
+            if name not in FIELDS and name not in known:
+                if num_unknown > MAX_GUESSES:  # told together
+                    continue
+                close = closest_name(shortened(name), [*FIELDS, *sorted(known - FIELDS.keys())])
+                fix = f"did you mean {close}?" if close else "see docs/flags.md for the names"
+                raise _YamlError(f"has an unknown setting {shortened(key) or '(no name)'}", fix)
+            _check_section(section, key, known)
+            if not _plain(yaml, node):
+                raise _YamlError(f"{key} is no plain value or list", "write a value or a list")
+            num_values += len(node.value) if isinstance(node, yaml.SequenceNode) else 1
+            if num_values > MAX_VALUES:
+                raise _YamlError(f"{key} is one value too many: {MAX_VALUES} are read", _MEANT)
+            settings.append(YamlSetting(name, _constructed(yaml, key, node), where))
+        except _YamlError as error:
+            problems.append(Problem("yaml", ("--yaml-cfg",), f"{where} {error.args[0]}", error.args[1]))
+    if num_unknown > MAX_GUESSES:
+        told = f"{path} has {num_unknown - MAX_GUESSES} more unknown settings"
+        problems.append(Problem("yaml", ("--yaml-cfg",), told, "see docs/flags.md for the names"))
+    return settings, problems
 
-    def _mapping(self, yaml: Any, node: Any, group: str | None) -> None:
-        seen: set[str] = set()
-        for key_node, value_node in node.value:
-            where = f"{self.path}:{key_node.start_mark.line + 1}"
-            key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
-            if key in seen:
-                self.tell(where, f"sets {shortened(key)} a second time", "keep one of the lines")
-                continue
-            seen.add(key)
-            if group is None and key in (*GROUPS, "extra") and isinstance(value_node, yaml.MappingNode):
-                self._mapping(yaml, value_node, group=key)
-                continue
-            name = self._name(key, group, where)
-            if name is None:
-                continue
-            if not _plain(yaml, value_node):
-                self.tell(where, f"{key} is no plain value or list", "write a value or a list")
-                continue
-            try:
-                self.settings.append(YamlSetting(name, self._value(yaml, value_node), where))
-            except ValueError as error:
-                self.tell(where, f"{key} {error}", "write a value that can be meant")
 
-    def _value(self, yaml: Any, node: Any) -> Any:
-        """What a scalar or a list of scalars says. Raises ValueError."""
-        scalars = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        self.num_values += len(scalars)
-        if self.num_values > MAX_VALUES:
-            raise ValueError(f"is one value too many: {MAX_VALUES} are read")
-        for scalar in scalars:
-            if scalar.tag == "tag:yaml.org,2002:int" and len(scalar.value) > _MAX_DIGITS:
-                raise ValueError(f"is a number of {len(scalar.value)} digits")
-        try:
-            return yaml.SafeLoader("").construct_object(node, deep=True)
-        except (ValueError, KeyError, IndexError):  # `!!bool x`, `!!int ''`
-            raise ValueError(f"is no {node.tag.rpartition(':')[2]}") from None
+def _lines(yaml: Any, mapping: Any, section: str = "") -> Iterator[tuple[str, str, Any, int, bool]]:
+    """Section, key, value's node, line, and whether the key stands there a second time."""
+    seen: set[str] = set()
+    for key_node, node in mapping.value:
+        key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
+        opens = not section and key in (*GROUPS, "extra") and isinstance(node, yaml.MappingNode)
+        if opens and key not in seen:
+            yield from _lines(yaml, node, key)
+        else:
+            yield section, key, node, key_node.start_mark.line + 1, key in seen
+        seen.add(key)
 
-    def _name(self, key: str, group: str | None, where: str) -> str | None:
-        """The destination name that a key spells; None, and a problem, for one that spells none."""
-        section, _, name = key.replace("-", "_").rpartition(".")
-        section = section or group or ""
-        home = FIELDS[name][0] if name in FIELDS else "extra"
-        sections = ("", home, "extra") if name in self.known else ("", home)
-        if (name in FIELDS or name in self.known) and section in sections:
-            return name
-        if name in FIELDS:
-            self.tell(where, f"has no setting {key} in section {section}", f"{name} belongs to {home}")
-            return None
-        self.num_unknown += 1
-        if self.num_unknown <= MAX_GUESSES:  # the others are told together
-            names = [*FIELDS, *sorted(self.known - FIELDS.keys())]
-            close = difflib.get_close_matches(shortened(name), names, n=1, cutoff=CLOSE_ENOUGH)
-            fix = f"did you mean {close[0]}?" if close else "see docs/flags.md for the names"
-            self.tell(where, f"has an unknown setting {shortened(key) or '(no name)'}", fix)
-        return None
+
+def _check_section(section: str, key: str, known: frozenset[str]) -> None:
+    """Raises _YamlError for a known setting that stands in another section than its own."""
+    dotted, _, name = key.replace("-", "_").rpartition(".")
+    section, home = dotted or section, FIELDS[name][0] if name in FIELDS else "extra"
+    if section not in ("", home) and not (section == "extra" and name in known):
+        raise _YamlError(f"has no setting {key} in section {section}", f"{name} belongs to {home}")
+
+
+def _constructed(yaml: Any, key: str, node: Any) -> Any:
+    """What a scalar or a list of scalars says. Raises _YamlError."""
+    for scalar in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        if scalar.tag == "tag:yaml.org,2002:int" and len(scalar.value) > _MAX_DIGITS:
+            raise _YamlError(f"{key} is a number of {len(scalar.value)} digits", _MEANT)
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except (ValueError, KeyError, IndexError):  # `!!bool x`, `!!int ''`
+        raise _YamlError(f"{key} is no {node.tag.rpartition(':')[2]}", _MEANT) from None
 
 
 def _bounded_loader(yaml: Any) -> Any:
@@ -290,7 +273,8 @@ def _bounded_loader(yaml: Any) -> Any:
             deep = self.depth > MAX_DEPTH
             if deep or self.num_nodes > MAX_VALUES:
                 told = "is nested too deeply" if deep else f"holds more than {MAX_VALUES} values"
-                raise ValueError(f"{told} at line {self.peek_event().start_mark.line + 1}")
+                where = f"at line {self.peek_event().start_mark.line + 1}"
+                raise _YamlError(f"{told} {where}", "write settings only, as --check-config prints them")
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node

@@ -129,11 +129,11 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
 
 def leave_exit_json(directory: str | Path | None, record: ExitRecord) -> None:
     """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none."""
-    try:
-        if directory is not None:
+    if directory is not None:
+        try:
             write_exit_json(directory, record)
-    except OSError as problem:
-        _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}")
+        except OSError as problem:
+            _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}")
 
 
 def read_exit_json(directory: str | Path) -> ExitRecord | None:

@@ -113,23 +113,14 @@ def diagnose(
     if silent := [record for record in others if record.rank not in alive]:
         return "; ".join(_blame(record, mine, now, silent=True) for record in silent)
     everyone = {**records, mine.rank: mine}
-    late, waiter = _follow(mine, everyone)
-    if late is not None:
-        return _blame(late, waiter, now)
+    chain = [mine]  # of waiting: each waits for the next
+    while found := _late_for(chain[-1], everyone, {one.rank for one in chain}):
+        chain.append(found)
+    if len(chain) > 1:
+        return _blame(chain[-1], chain[-2], now)
     if ended:
         return "; ".join(_blame(record, mine, now) for record in ended)
     return _mismatch(mine, everyone) or _slowest(mine, everyone, now)
-
-
-def _follow(
-    start: ProgressRecord, records: Mapping[int, ProgressRecord]
-) -> tuple[ProgressRecord | None, ProgressRecord]:
-    """(the rank at the end of the chain of waiting, the one that waits for it); None when nobody is late."""
-    late, waiter, seen = None, start, {start.rank}
-    while found := _late_for(late or start, records, seen):
-        waiter, late = late or start, found
-        seen.add(found.rank)
-    return late, waiter
 
 
 def _late_for(

@@ -31,6 +31,7 @@ from typing import NamedTuple
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.safe_files import locked, open_regular, publish_text
+from megatron.core.schema import Place, check, fields_of, integer, or_null, text
 
 LOCK_FILE = ".lease.lock"
 STALE_S = 60.0
@@ -67,9 +68,9 @@ class Holder:
     @classmethod
     def this_process(cls, run_id: str | None = None, attempt: int = 0) -> Holder:
         pid, now = os.getpid(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
-        run_id = None if run_id == "none" else run_id  # what torchrun says where no id was given
-        token, host, started = secrets.token_hex(16), socket.gethostname(), process_start(pid) or ""
-        return cls(token, host, pid, this_machine(), started, now, run_id, attempt)
+        here = socket.gethostname(), pid, this_machine(), process_start(pid) or ""
+        job = None if run_id == "none" else run_id  # what torchrun says where no id was given
+        return cls(secrets.token_hex(16), *here, now, job, attempt)
 
     @property
     def name(self) -> str:
@@ -93,15 +94,14 @@ class Holder:
     @classmethod
     def from_json(cls, data: bytes) -> Holder:
         """The holder that a file names, UNREADABLE where it names none."""
-        try:
-            found = cls(**json.loads(data))
-            texts = (found.token, found.host, found.machine, found.process_start, found.started)
-            is_whole = all(text.isprintable() for text in texts) and 0 < found.pid < 1 << 31
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            return UNREADABLE
-        return found if is_whole else UNREADABLE
+        with contextlib.suppress(ValueError, RecursionError):
+            fields = json.loads(data)
+            check(_SCHEMA, fields, Place(Path(LEASE_FILE)))
+            return cls(**fields)
+        return UNREADABLE
 
 
+_SCHEMA = fields_of(Holder, pid=integer(1, (1 << 31) - 1), run_id=or_null(text()))
 UNREADABLE = Holder("", "unknown", 0, "", "", "unknown (the file cannot be read as a lease)")
 
 
@@ -172,58 +172,51 @@ def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
     A former attempt of the same job is waited for. Raises LeaseError where another run holds it, OSError.
     """
     deadline, waits = time.monotonic() + PATIENCE_S, False
-    while (held := _try(folder, me, say)) is not None and held.holder is not None:
-        is_same_job = me.run_id is not None and held.holder.run_id == me.run_id
+    while (held := _try(folder, me, say)) is not None:
+        holder, age_s = held
+        is_same_job = me.run_id is not None and holder.run_id == me.run_id
         if not is_same_job or time.monotonic() > deadline:
             raise LeaseError(
-                f"--save {folder}: another run holds this folder: {held.holder.name}, last heartbeat "
-                f"{held.age_s:.0f} s ago ({folder / LEASE_FILE}). It is free when that run ends, or {STALE_S:.0f} s "
-                "after its last heartbeat. Give this run another --save, or wait for that run or stop it"
+                f"--save {folder}: another run holds this folder: {holder.name}, last heartbeat {age_s:.0f} s ago "
+                f"({folder / LEASE_FILE}). It is free when that run ends, or {STALE_S:.0f} s after its last "
+                "heartbeat. Give this run another --save, or wait for that run or stop it"
             )
         if not waits:
             waits = True
-            say(f" > --save {folder}: waiting for a former attempt of this job to end ({held.holder.name})")
+            say(f" > --save {folder}: waiting for a former attempt of this job to end ({holder.name})")
         time.sleep(_POLL_S)
 
 
-def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> FoundLease | None:
-    """Take the lease, None, or find the one that is held."""
+def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> tuple[Holder, float] | None:
+    """Take the lease, None; or who holds it, and the age of its heartbeat."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks
             stack.enter_context(locked(folder / LOCK_FILE))
         while True:
             publish_text(folder / LEASE_FILE, me.to_json(), replace=False)
-            found = look(folder)
-            if found.holder is not None and found.holder.token == me.token:
+            state, holder, age_s, beat_s = look(folder)
+            if holder is None:
+                continue
+            if holder.token == me.token:
                 return None
-            if found.state is LeaseState.HELD:
-                return found
-            if found.holder is not None and _remove(folder, found.holder, found.beat_s):
-                is_silent = abs(found.age_s) > STALE_S
-                why = f"no heartbeat for {found.age_s:.0f} s" if is_silent else "that process is gone"
-                say(f" > --save {folder}: took over the lease of another run ({found.holder.name}): {why}")
+            if state is LeaseState.HELD:
+                return holder, age_s
+            if _remove(folder, holder, beat_s):
+                why = f"no heartbeat for {age_s:.0f} s" if abs(age_s) > STALE_S else "that process is gone"
+                say(f" > --save {folder}: took over the lease of another run ({holder.name}): {why}")
 
 
 class Lease:
-    """A lease that `take` has got, renewed until it is released.
+    """A lease that `take` has got, renewed until it is released. is_lost: another run has taken it.
 
-    on_lost: called in the renewing thread once another run has taken it. The thread needs the interpreter for an
+    on_lost: called in the renewing thread once that is so. The thread needs the interpreter for an
     instant every 10 s: a run whose native code keeps it for a minute may look dead, and stops at its next save.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        me: Holder,
-        on_lost: Callable[[LeaseError], None],
-        *,
-        interval_s: float = HEARTBEAT_S,
-    ) -> None:
-        self._folder, self._me = folder, me
-        self._on_lost, self._interval_s = on_lost, interval_s
+    def __init__(self, folder: Path, me: Holder, on_lost: Callable[[LeaseError], None]) -> None:
+        self._folder, self._me, self._on_lost, self.is_lost = folder, me, on_lost, False
         self._beat_at_s = _uptime_s()
-        self._lock = threading.Lock()
-        self._released = threading.Event()
+        self._lock, self._released = threading.Lock(), threading.Event()
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def check(self) -> None:
@@ -232,12 +225,11 @@ class Lease:
             if self._released.is_set():
                 return
             holder = self._touch()
-            if (
-                holder is None and _uptime_s() - self._beat_at_s <= STALE_S
-            ):  # somebody removed it, and no run took it
+            if holder is None and _uptime_s() - self._beat_at_s <= STALE_S:  # removed, and taken by no run
                 publish_text(self._folder / LEASE_FILE, self._me.to_json(), replace=False)
                 holder = self._touch()
             if holder is None or holder.token != self._me.token:
+                self.is_lost = True
                 taker = "another run" + (", which has ended since" if holder is None else f" ({holder.name})")
                 raise LeaseError(
                     f"--save {self._folder}: no heartbeat of this run for more than {STALE_S:.0f} s (was it stopped?), "
@@ -268,7 +260,7 @@ class Lease:
             return None
 
     def _keep(self) -> None:
-        while not self._released.wait(self._interval_s):
+        while not self._released.wait(HEARTBEAT_S):
             try:
                 self.check()
             except LeaseError as error:

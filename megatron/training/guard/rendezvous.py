@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -36,7 +37,12 @@ def open_store(env: LaunchEnv, timeout: datetime.timedelta) -> dist.Store:
     if env.world_size == 1:
         return dist.HashStore()
     env.check_meeting_place()
-    _resolve(env)
+    address = functools.partial(socket.getaddrinfo, env.master_addr, env.master_port, type=socket.SOCK_STREAM)
+    if unknown := _retried(address, RESOLVE_S):
+        raise LaunchEnvError(
+            f"MASTER_ADDR={env.master_addr!r} is no host that this machine knows ({unknown[0]}): name the host of rank "
+            "0, or its address"
+        )
     hosts = hosts_store(env)
     if not hosts:
         _await_listener(env, timeout)
@@ -62,60 +68,42 @@ def _place(env: LaunchEnv) -> str:
     return f"MASTER_ADDR={env.master_addr} MASTER_PORT={env.master_port}"
 
 
-def _resolve(env: LaunchEnv) -> None:
-    deadline = time.monotonic() + RESOLVE_S
-    for pause in pauses():
+def _retried(call: Callable[[], object], patience_s: float) -> tuple[Exception, float] | None:
+    """Call until it succeeds, None; or the last error, and after how many seconds."""
+    began, waits = time.monotonic(), pauses()
+    while True:
         try:
-            socket.getaddrinfo(env.master_addr, env.master_port, type=socket.SOCK_STREAM)
-            return
+            call()
+            return None
         except (OSError, UnicodeError) as error:
-            if time.monotonic() > deadline or isinstance(error, UnicodeError):
-                raise LaunchEnvError(
-                    f"MASTER_ADDR={env.master_addr!r} is no host that this machine knows ({error}): name the host of "
-                    "rank 0, or its address"
-                ) from None
-        time.sleep(pause)
+            if (waited_s := time.monotonic() - began) > patience_s or isinstance(error, UnicodeError):
+                return error, waited_s
+        time.sleep(next(waits))
 
 
 def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
     """Wait until somebody listens; torch's own wait is loud. A launcher's store was there before this rank, so it is
     not waited for as rank 0 is."""
-    began, patience_s, host = time.monotonic(), timeout.total_seconds(), "rank 0 has not come"
+    place = env.master_addr, env.master_port or 0
+    patience_s, host = timeout.total_seconds(), "rank 0 has not come"
     if env.agent_store:
         patience_s = min(patience_s, LAUNCHER_S)
         host = "the launcher, which hosts the store, is gone"
-    for pause in pauses():
-        try:
-            socket.create_connection((env.master_addr, env.master_port or 0), timeout=ANSWER_S).close()
-            return
-        except OSError as error:
-            if (waited_s := time.monotonic() - began) > patience_s:
-                why, ranks = (
-                    f"{host}: nobody listens at {_place(env)} ({error})",
-                    tuple(range(env.world_size)),
-                )
-                raise PeerLostError("rendezvous", "default", ranks, env.rank, waited_s, why) from None
-        time.sleep(pause)
+    if silent := _retried(lambda: socket.create_connection(place, timeout=ANSWER_S).close(), patience_s):
+        error, waited_s = silent
+        why, ranks = f"{host}: nobody listens at {_place(env)} ({error})", tuple(range(env.world_size))
+        raise PeerLostError("rendezvous", "default", ranks, env.rank, waited_s, why) from None
 
 
 def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
     """The store itself. In a thread, because torch waits without end for a listener that does not answer."""
     made: list[dist.TCPStore | Exception] = []
+    place = env.master_addr, env.master_port or 0, env.world_size, hosts, datetime.timedelta(seconds=ANSWER_S)
+    store = functools.partial(dist.TCPStore, *place, wait_for_workers=False, use_libuv=env.use_libuv)
 
     def make() -> None:
         try:
-            made.append(
-                dist.TCPStore(
-                    env.master_addr,
-                    env.master_port or 0,
-                    env.world_size,
-                    hosts,
-                    datetime.timedelta(seconds=ANSWER_S),
-                    wait_for_workers=False,
-                    multi_tenant=not env.agent_store,
-                    use_libuv=env.use_libuv,
-                )
-            )
+            made.append(store(multi_tenant=not env.agent_store))
         except Exception as error:
             made.append(error)
 

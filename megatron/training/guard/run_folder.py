@@ -39,9 +39,8 @@ class RunFolder:
     def __init__(self, save: str | None, on_lost: Callable[[LeaseError], None]) -> None:
         self.path: Path | None = None
         self._save, self._on_lost = save, on_lost
-        self._token = ""
+        self._token, self._is_refused = "", False
         self._lease: Lease | None = None
-        self._is_lost = False
 
     def claim(self, env: LaunchEnv, say: Callable[[str], None]) -> dict[str, str]:
         """On the first rank: choose the folder, take it and remove a former run's exit.json. What all ranks `adopt`."""
@@ -53,7 +52,7 @@ class RunFolder:
         try:
             folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
             take(folder, me, say)
-            self._lease = Lease(folder, me, self._lost)
+            self._lease = Lease(folder, me, self._on_lost)
             clear_exit_json(folder)
         except LeaseError as error:
             return {"held": str(error)}
@@ -64,8 +63,8 @@ class RunFolder:
 
     def adopt(self, claimed: Mapping[str, Any]) -> None:
         """On every rank. claimed: of the first one. Raises LeaseError and OutputPathError, on all alike."""
-        self._is_lost = "held" in claimed
-        if self._is_lost:
+        self._is_refused = "held" in claimed
+        if self._is_refused:
             raise LeaseError(claimed["held"])
         if "unwritable" in claimed:
             raise OutputPathError(claimed["unwritable"])
@@ -77,11 +76,7 @@ class RunFolder:
         Only the first rank knows; elsewhere it passes.
         """
         if self._lease is not None:
-            try:
-                self._lease.check()
-            except LeaseError:
-                self._is_lost = True
-                raise
+            self._lease.check()
 
     def release(self) -> None:
         """Give the folder free: the run ends."""
@@ -93,13 +88,10 @@ class RunFolder:
         into a folder that another run holds."""
         if self._save is not None:
             folder = Path(self._save)
-            return None if self._is_lost or is_held(folder, but_for=self._token) else folder
+            is_lost = self._is_refused or (self._lease is not None and self._lease.is_lost)
+            return None if is_lost or is_held(folder, but_for=self._token) else folder
         is_new = self.path is not None and not self.path.exists()
         return None if is_new and status is ExitStatus.CONFIGURATION else self.path
-
-    def _lost(self, error: LeaseError) -> None:
-        self._is_lost = True
-        self._on_lost(error)
 
 
 def is_held(folder: Path, but_for: str = "") -> bool:

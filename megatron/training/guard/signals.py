@@ -86,20 +86,16 @@ class SignalHandler:
 
     def _watch(self) -> None:
         while data := self._ends[0].recv(64):
-            for signum in data:
-                if signum in STOP_SIGNALS:
-                    self._count(signum)
-
-    def _count(self, signum: int) -> None:
-        now = time.monotonic()
-        if self._first is None:
-            self._first_at, self._first = now, signal.Signals(signum)
-        elif now - self._first_at > self._echo_s:
-            status = default_second(signum)
-            try:
-                status = self._on_second(signum)
-            finally:  # whatever the last words met
-                os._exit(status)
+            for signum in filter(STOP_SIGNALS.__contains__, data):
+                now = time.monotonic()
+                if self._first is None:
+                    self._first_at, self._first = now, signal.Signals(signum)
+                elif now - self._first_at > self._echo_s:
+                    status = default_second(signum)
+                    try:
+                        status = self._on_second(signum)
+                    finally:  # whatever the last words met
+                        os._exit(status)
 
 
 _installed: list[SignalHandler] = []

@@ -67,7 +67,9 @@ class Meeting:
         Raises LaunchEnvError where this rank cannot be one of these, PeerLostError naming ranks that do not come.
         """
         with peer_loss_named(_OP, "default", self._everyone, self.rank):
-            verdict = self._come(mine, texts) or self._verdict(judge)
+            verdict = self._come(mine, texts) or self._wait_for("verdict" if self.rank else None)
+            if verdict is None:
+                verdict = self._read() if self.rank else self._post({"unlike": self._judged(judge)})
             if verdict.get("missing") or verdict.get("unlike"):
                 self._leave()
         if missing := verdict.get("missing"):
@@ -99,27 +101,23 @@ class Meeting:
         store.add("present", 1)
         return None
 
-    def _verdict(self, judge: Judge) -> dict[str, Any]:
-        store = self._store
-        if (ended := self._wait_for("verdict" if self.rank else None)) is not None:
-            return ended
-        if self.rank:
-            return self._read()
-        facts = store.multi_get([f"facts/{rank}" for rank in self._everyone])
-        text = judge([json.loads(one) for one in facts], lambda name: store.get(f"text/{name}").decode())
-        return self._post({"unlike": text})
+    def _judged(self, judge: Judge) -> str:
+        facts = self._store.multi_get([f"facts/{rank}" for rank in self._everyone])
+        return judge(
+            [json.loads(one) for one in facts], lambda name: self._store.get(f"text/{name}").decode()
+        )
 
     def _wait_for(self, key: str | None) -> dict[str, Any] | None:
         """Until the key is there, None: until all ranks are. A verdict that comes before, or the timeout's."""
-        for pause in pauses():
+        waits = pauses()
+        while True:
             if key != "verdict" and self._store.check(["verdict"]):
                 return self._read()
             if self._store.check([key]) if key else self._store.add("present", 0) == len(self._everyone):
                 return None
             if time.monotonic() - self._began > self._timeout_s:
                 return self._post({"missing": self._without("came") or self._without("facts") or [0]})
-            time.sleep(pause)
-        raise AssertionError("pauses never end")
+            time.sleep(next(waits))
 
     def _without(self, key: str) -> list[int]:
         return [rank for rank in self._everyone if not self._store.check([f"{key}/{rank}"])]
@@ -192,10 +190,9 @@ def differences(ranks: Sequence[Mapping[str, str]], config_of: Callable[[str], s
     problems = mismatches(ranks)
     if any(field == "configuration" for field, _, _ in problems):
         # Only now: the digests are small, whole configurations of thousands of ranks are not.
-        configs = {
-            digest: json.loads(config_of(digest)) for digest in {facts["configuration"] for facts in ranks}
-        }
-        flags = mismatches([configs[facts["configuration"]] for facts in ranks])
+        digests = [facts["configuration"] for facts in ranks]
+        configs = {digest: json.loads(config_of(digest)) for digest in set(digests)}
+        flags = mismatches([configs[digest] for digest in digests])
         problems = flags + [problem for problem in problems if problem[0] != "configuration"]
     if not problems:
         return ""

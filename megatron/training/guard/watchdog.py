@@ -150,17 +150,18 @@ class Watchdog:
         self._state = FAILING
         self._wake.set()
         found: list[str] = []
-        reader = threading.Thread(target=lambda: found.append(self._diagnose()), daemon=True)
+
+        def look() -> None:
+            try:
+                seen = self._observe()
+                found.append(hang_diagnosis.diagnose(self.record(), *seen, self.world_size, time.time()))
+            except (RuntimeError, OSError) as error:
+                found.append(self._store_gone(_first_line(error)))
+
+        reader = threading.Thread(target=look, daemon=True)
         reader.start()
         reader.join(timeout=self._interval_s * (BUDGET_INTERVALS + 0.5))
         return found[0] if found else self._store_gone("it does not answer")
-
-    def _diagnose(self) -> str:
-        try:
-            records, alive = self._observe()
-        except (RuntimeError, OSError) as error:
-            return self._store_gone(_first_line(error))
-        return hang_diagnosis.diagnose(self.record(), records, alive, self.world_size, time.time())
 
     def _store_gone(self, why: str) -> str:
         where = f"{self.place} {self.record().collective}".rstrip()
@@ -224,12 +225,8 @@ class OrphanGuard:
         store_trouble: Callable[[float], str | None],
         where: Callable[[], str],
         end: Callable[[OrphanedError], None],
-        *,
-        poll_s: float = POLL_S,
-        grace_s: float = GRACE_S,
     ) -> None:
         self._launcher, self._store_trouble, self._where, self._end = launcher, store_trouble, where, end
-        self._poll_s, self._grace_s = poll_s, grace_s
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="orphans", daemon=True).start()
 
@@ -238,16 +235,14 @@ class OrphanGuard:
         self._closed.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._poll_s):
+        gone: str | None
+        while not self._closed.wait(POLL_S):
             if self._launcher is not None and os.getppid() != self._launcher:
                 gone = f"the launcher (pid {self._launcher}) is gone"
-            elif (trouble := self._store_trouble(self._poll_s)) is not None:
-                gone = trouble
-                if self._closed.wait(self._grace_s):
-                    return
-            else:
+            elif (gone := self._store_trouble(POLL_S)) is None:
                 continue
-            self._end(
-                OrphanedError(f"{gone}; this rank was {self._where()}: it ends rather than train on alone")
-            )
+            elif self._closed.wait(GRACE_S):
+                return
+            why = f"{gone}; this rank was {self._where()}: it ends rather than train on alone"
+            self._end(OrphanedError(why))
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,23 +45,20 @@ class WeightCheck:
         self._pending.wait()
         if self._finite.item():  # sync: whether the step counts
             return
-        where = _first_told(_nonfinite_weight(self._engine), self._ps) or "some weight was not finite"
+        buffer = self._engine.model.buffer
+        weights = ((name, buffer.main_weight_part(name), buffer.weight(name).dtype) for name in buffer.names)
+        told = (
+            f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
+            for name, main, dtype in weights
+            if not all_finite([main.to(dtype)])  # sync: a failed step
+        )
+        where = _first_told(next(told, None), self._ps) or "some weight was not finite"
         raise NonFiniteWeightsError(
             f"iteration {iteration}: {where} after the optimizer's update. The weights before it are overwritten, so "
             "no --nan-policy can go on from here; the iteration does not count, and nothing of it is saved. Lower "
             "--lr, give --adam-eps more than 0 (or with --fp16 use --bf16, whose range is larger), and start again "
             "from the last checkpoint"
         )
-
-
-def _nonfinite_weight(engine: Engine) -> str | None:
-    """This rank's first parameter that is not finite."""
-    buffer = engine.model.buffer
-    for name in buffer.names:
-        main, dtype = buffer.main_weight_part(name), buffer.weight(name).dtype
-        if not all_finite([main.to(dtype)]):  # sync: a failed step
-            return f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
-    return None
 
 
 def first_nonfinite(pieces: Sequence[LocalPiece], ps: ParallelState | None) -> str | None:
@@ -86,10 +83,8 @@ def _what_is_wrong(tensor: Tensor) -> str | None:
 
 
 def _bits(tensor: Tensor) -> memoryview:
-    data = (
-        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    )  # sync: a failed step, or an interval
-    return data.numpy().data
+    flat = tensor.detach().cpu().contiguous().reshape(-1)  # sync: a failed step, or an interval
+    return flat.view(torch.uint8).numpy().data
 
 
 # --- where a failed step went wrong
@@ -111,8 +106,8 @@ def find_site(microbatch: int | None, engine: Engine, ps: ParallelState) -> NonF
     microbatch: this rank's first with a non-finite loss. The same on all ranks. Communicates over control.
     """
     mine = _local_site(microbatch, engine, ps)
-    sites = host_data.all_gather_json(None if mine is None else dataclasses.asdict(mine), ps.control_group)
-    found = first_site(None if site is None else NonFiniteSite(**site) for site in sites)
+    sites = host_data.all_gather_json(mine and dataclasses.asdict(mine), ps.control_group)
+    found = first_site(site and NonFiniteSite(**site) for site in sites)
     # Finite on every rank and yet not in the sum: the sum itself overflowed.
     return found or NonFiniteSite(ps.rank, value="finite on every rank, but the sum over ranks is not")
 
@@ -125,10 +120,8 @@ def _local_site(microbatch: int | None, engine: Engine, ps: ParallelState) -> No
             return NonFiniteSite(ps.rank, microbatch, name, bad_weight=True, pp_rank=ps.pp_rank)
     bad = frozenset(engine.model.nonfinite_keys())
     names = (name for name in buffer.names if not bad.isdisjoint(buffer.param_meta[name].grad_keys))
-    gradient = next(names, None)
-    if gradient is None and microbatch is None:
-        return None
-    return NonFiniteSite(ps.rank, microbatch, gradient, pp_rank=ps.pp_rank)
+    site = NonFiniteSite(ps.rank, microbatch, next(names, None), pp_rank=ps.pp_rank)
+    return None if site.parameter is None and microbatch is None else site
 
 
 # --- --check-weight-hash-across-dp-replicas-interval
@@ -148,7 +141,11 @@ def check_replicas(engine: Engine, ps: ParallelState, iteration: int) -> None:
     """
     engine.model.settle_weights()
     buffer = engine.model.buffer
-    digests = {name: tensor_digest(tensor) for name, tensor in _weights(engine)}
+    if buffer.sharding.weights is ShardOver.NONE:
+        weights = {name: buffer.weight(name) for name in (*buffer.names, *buffer.frozen)}
+    else:  # this rank's part of each bucket
+        weights = {f"the shard of unit {memory.name}": memory.weights_at_rest for memory in buffer.buckets}
+    digests = {name: tensor_digest(tensor) for name, tensor in weights.items()}
     place = [ps.tp_rank, ps.pp_rank, buffer.place.index(buffer.sharding.weights)]
     mine = [*place, hashlib.blake2b("".join(digests.values()).encode()).hexdigest()]
     everyone = host_data.all_gather_json(mine, ps.control_group)
@@ -184,12 +181,3 @@ def first_difference(everyone: list[list[Any]], digests: list[dict[str, str]]) -
                 others = [rank for rank in ranks if rank not in few]
                 return f"ranks {few} and {others} hold different bits of {name}"
     raise AssertionError("digests of all weights differ, and of none of them")
-
-
-def _weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Unsharded weights by parameter; where they are sharded, this rank's part of each bucket by its units."""
-    buffer = engine.model.buffer
-    if buffer.sharding.weights is ShardOver.NONE:
-        yield from ((name, buffer.weight(name)) for name in (*buffer.names, *buffer.frozen))
-    else:
-        yield from ((f"the shard of unit {memory.name}", memory.weights_at_rest) for memory in buffer.buckets)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
 
 
-def _said(text: str | None = None, tag: str | None = None, **options: Any) -> Any:
-    return dataclasses.field(metadata={"text": text, "tag": tag}, **options)
+def _said(text: str | None = None, tag: str | None = None, *, times: int = 1, **options: Any) -> Any:
+    return dataclasses.field(metadata={"text": text, "tag": tag, "times": times}, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class IterationRecord:
     train_iters: int
     consumed_samples: int = _said("consumed samples: {:12d}")
     skipped_samples: int | None = _said("skipped samples: {:12d}", default=None)
-    elapsed_ms: float = _said("elapsed time per iteration (ms): {:.1f}", init=False)
+    elapsed_s: float = _said("elapsed time per iteration (ms): {:.1f}", "iteration-time", times=1000)
     throughput_tflops: float | None = _said(
         "throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput", default=None
     )
@@ -50,7 +50,6 @@ class IterationRecord:
     global_batch_size: int = _said("global batch size: {:5d}", "batch-size")
     losses: Mapping[str, float]
     loss_scale: float = _said("loss scale: {:.1f}", "loss-scale")
-    elapsed_s: float = _said(tag="iteration-time")
     grad_norm: float | None = _said("grad norm: {:.6E}", "grad-norm", default=None)
     num_zeros: int | None = _said("num zeros: {:d}", "num-zeros", default=None)
     params_norm: float | None = _said("params norm: {:.6E}", "params-norm", default=None)
@@ -58,9 +57,6 @@ class IterationRecord:
     skipped_iterations: int = _said("number of skipped iterations: {:3d}", "skipped-iterations")
     nan_iterations: int = _said("number of nan iterations: {:3d}", "nan-iterations")
     tokens_per_s: float | None = _said(tag="tokens-per-second", default=None)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "elapsed_ms", self.elapsed_s * 1000.0)
 
 
 _FIELDS = dataclasses.fields(IterationRecord)
@@ -83,7 +79,7 @@ def iteration_line(record: IterationRecord) -> str:
         if field.name == "losses":
             parts += [f"{loss}: {mean:.6E}" for loss, mean in value.items() if mean >= 0.0]
         elif text is not None and value is not None:
-            parts.append(text.format(value))
+            parts.append(text.format(value * field.metadata["times"]))
     return " | ".join(parts) + " |"
 
 

@@ -41,7 +41,6 @@ class MetricsFile:
         self.note = f"metrics: {self.path}" + self._prepare(resumed_iteration)
         fd = safe_files.open_for_append(self.path, mode=safe_files.SHARED_MODE)
         self._file: TextIO = os.fdopen(fd, "a", encoding="utf-8")
-        self._pending: dict[str, Any] = {}
 
     def _prepare(self, resumed_iteration: int) -> str:
         try:
@@ -68,41 +67,22 @@ class MetricsFile:
         return f" ({num_kept} lines kept{dropped})"
 
     def record(self, scalars: Mapping[str, float], step: int, samples: int | None = None) -> None:
-        """Write one line."""
-        for tag, value in scalars.items():
-            self.scalar(tag, value, step, samples)
-        self.flush()
-
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
-        """Keep one number for the line of its step."""
-        if self._pending and self._pending["iteration"] != step:
-            self.flush()
-        if not self._pending:
-            self._pending = {"iteration": step, "time": round(time.time(), 3)}
-        if samples is not None:
-            self._pending["consumed_samples"] = samples
-        number = float(value)
-        if not math.isfinite(number):
-            self._pending[tag] = str(number)  # a key of NOT_FINITE
-        else:
-            self._pending[tag] = value if isinstance(value, int) else number
+        """Write the line of some numbers, if any. Those that are not finite become keys of NOT_FINITE."""
+        if not scalars:
+            return
+        count = {} if samples is None else {"consumed_samples": samples}
+        numbers = {tag: value if isinstance(value, int) else float(value) for tag, value in scalars.items()}
+        shown = {tag: value if math.isfinite(value) else str(value) for tag, value in numbers.items()}
+        self._write({"iteration": step, "time": round(time.time(), 3), **count, **shown})
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Write an event's line."""
-        self.flush()
         self._write({"event": name, "iteration": step, "time": round(time.time(), 3), **fields})
 
     def close(self) -> None:
-        """Write what is pending and close; the content is on disk afterwards."""
-        self.flush()
+        """The content is on disk afterwards."""
         os.fsync(self._file.fileno())
         self._file.close()
-
-    def flush(self) -> None:
-        """Write what is pending."""
-        if self._pending:
-            pending, self._pending = self._pending, {}
-            self._write(pending)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(record, default=str) + "\n")

@@ -44,17 +44,11 @@ class EtaEstimator:
         if len(self._samples) > MAX_SAMPLES:
             self._samples = deque([*list(self._samples)[:-1:2], self._samples[-1]])
 
-    def rate(self) -> float | None:
-        """Units per second, or None before two updates."""
-        if len(self._samples) < 2:
-            return None
-        (done0, time0), (done1, time1) = self._samples[0], self._samples[-1]
-        return (done1 - done0) / (time1 - time0) if time1 > time0 and done1 > done0 else None
-
     def eta_s(self) -> float | None:
-        """Seconds left, or None while unknown."""
-        rate = self.rate()
-        return None if rate is None else max(0.0, self._total - self._samples[-1][0]) / rate
+        """Seconds left; None while unknown, as before two updates."""
+        (done0, time0), (done1, time1) = self._samples[0], self._samples[-1]
+        rate = (done1 - done0) / (time1 - time0) if time1 > time0 and done1 > done0 else None
+        return None if rate is None else max(0.0, self._total - done1) / rate
 
 
 def format_duration(seconds: float | None) -> str:
@@ -81,7 +75,8 @@ def format_age(seconds: float | None) -> str:
 class ProgressLine:
     """The display of the rank that prints losses.
 
-    interactive: a live line (needs rich); None: when the stream is a terminal and rich is installed.
+    total_iterations: 0 shows nothing. interactive: a live line (needs rich); None: when the stream is a terminal and
+    rich is installed.
     """
 
     def __init__(
@@ -99,7 +94,7 @@ class ProgressLine:
         self._shown_at: float | None = None
         self.figures(loss=None, tokens_per_s=None)
         if interactive is None:
-            interactive = self._stream.isatty() and optional.available("rich")
+            interactive = total_iterations > 0 and self._stream.isatty() and optional.available("rich")
         self._live = _LiveLine(self._stream, total_iterations, first_iteration - 1) if interactive else None
 
     def checkpoint_saved(self) -> None:
@@ -115,12 +110,14 @@ class ProgressLine:
 
     def update(self, iteration: int) -> None:
         """So many iterations are done: show it, if it is time again. Call it after every iteration."""
+        if not self._total:
+            return
         now, last = self._clock(), iteration >= self._total
         self._eta.update(iteration, now)
         interval_s = LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S
         if not last and self._shown_at is not None and now - self._shown_at < interval_s:
             return
-        if self._live is None and self._eta.rate() is None and not last:
+        if self._live is None and self._eta.eta_s() is None and not last:
             return  # nothing to say yet about the time left
         self._shown_at = now
         age_s = None if self._checkpoint_at is None else now - self._checkpoint_at

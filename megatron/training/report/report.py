@@ -14,17 +14,20 @@ import re
 import statistics
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core import safe_files
+from megatron.core.pipeline_parallel.plan.drawing import overlay
+from megatron.core.pipeline_parallel.plan.drawing.svg import MOST_BOXES, Strips, beside_svg, to_picture
+from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
-from megatron.training.report.chart import Mark, Points, Series, line_chart
+from megatron.training.report import chart
+from megatron.training.report.chart import Mark, Series, element, line_chart
 from megatron.training.report.metrics import MEMORY_TAGS, TAGS, perplexity
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.progress import format_duration
-from megatron.training.report.report_pipeline import pipeline_section
 
 NOT_LOSSES = {*TAGS.values(), *MEMORY_TAGS, "world-size"}
 SUMMARY_SETTINGS = (
@@ -46,26 +49,23 @@ CHARTS = (
 MAX_CURVES = 1000
 MAX_METRICS_BYTES = 1 << 32
 MAX_EVENTS = 200  # shown
-_OF_A_PLAN = ("planned-", "measured-")
-_KINDS_HELD = ("-at-rest-bytes", "-gathered-bytes", "-gradients-bytes", "-activations-bytes")
+_TILE = ("name", "value", "note")
+_HELD_BY_KIND = re.compile(r"^(planned|measured)(-.*)?-(at-rest|gathered|gradients|activations)-bytes$")
 _HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
+_NO_LOSS = re.compile(rf"-time$|^(planned|measured)-|{_HELD_OUT.pattern}")
 
 
 class Curve(Sequence[tuple[int, float]]):
     """(iteration, value), 16 bytes a pair: a long run has millions."""
 
     def __init__(self) -> None:
-        self._iterations, self._values = array("q"), array("d")
-
-    def append(self, iteration: int, value: float) -> None:
-        self._iterations.append(iteration)
-        self._values.append(value)
+        self.iterations, self.values = array("q"), array("d")
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     def __getitem__(self, i: Any) -> Any:
-        return self._iterations[i], self._values[i]
+        return self.iterations[i], self.values[i]
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class RunRecord:
 
     @property
     def last_iteration(self) -> int:
-        return max((points[-1][0] for points in self.curves.values() if points), default=0)
+        return max((points[-1][0] for points in self.curves.values()), default=0)
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -89,8 +89,7 @@ class RunRecord:
     @property
     def losses(self) -> list[str]:
         """Tags of training losses."""
-        others = [tag for tag in self.curves if tag.endswith("-time") or tag.startswith(_OF_A_PLAN)]
-        return [t for t in self.curves if not (t in NOT_LOSSES or t in others or _HELD_OUT.search(t))]
+        return [tag for tag in self.curves if not (tag in NOT_LOSSES or _NO_LOSS.search(tag))]
 
     @property
     def validation_losses(self) -> list[str]:
@@ -122,7 +121,9 @@ def read_run(metrics_path: str | Path) -> RunRecord:
                 raise ValueError(
                     f"{metrics_path}: more than {MAX_CURVES} names of numbers: are these metrics?"
                 )
-            run.curves.setdefault(tag, Curve()).append(record["iteration"], value)
+            curve = run.curves.setdefault(tag, Curve())
+            curve.iterations.append(record["iteration"])
+            curve.values.append(value)
     return run
 
 
@@ -143,48 +144,35 @@ def write_report(
     """
     run = read_run(metrics_path)
     record = exit_record or read_exit_json(Path(metrics_path).parent)
+    start = run.starts[-1] if run.starts else {}
+    config = start.get("config", {})
+    summary = {"ranks": start["world_size"]} if "world_size" in start else {}
+    summary |= {name: config[name] for name in SUMMARY_SETTINGS if config.get(name) is not None}
+    summary |= facts or {}
+    if record is not None:
+        ended = {"exit status": int(record.status), "exit reason": record.reason}
+        summary |= {**ended, "checkpoint": record.checkpoint}
     try:
-        pipeline = "" if timeline is None else pipeline_section(timeline)
-        page = _page(run, title, facts or {}, record, pipeline)
+        text = chart.page(
+            title,
+            [
+                element("header", element("h1", html.escape(title)), _status(record)),
+                _tiles(run),
+                element("main", *_charts(run), class_="charts"),
+                "" if timeline is None else _pipeline(timeline),
+                _history(run),
+                _settings("Summary", summary, is_open=True),
+                _settings("Whole configuration", config),
+                element("footer", f"megatron-zero, {_moment(time.time())}"),
+            ],
+        )
     except RecursionError:  # JSON may be nested more deeply than it can be written
         raise ValueError(f"{metrics_path}: an event holds lists in lists without end") from None
     out = Path(out_path)
     out.parent.mkdir(parents=True, exist_ok=True)
     with safe_files.published(out, mode=safe_files.SHARED_MODE) as file:
-        file.write(page.encode(errors="backslashreplace"))  # half a surrogate pair, which JSON can spell
+        file.write(text.encode(errors="backslashreplace"))  # half a surrogate pair, which JSON can spell
     return out
-
-
-def _page(
-    run: RunRecord, title: str, facts: Mapping[str, Any], record: ExitRecord | None, pipeline: str
-) -> str:
-    start = run.starts[-1] if run.starts else {}
-    config = start.get("config", {})
-    summary = {"ranks": start["world_size"]} if "world_size" in start else {}
-    summary |= {name: config[name] for name in SUMMARY_SETTINGS if config.get(name) is not None}
-    summary |= facts
-    if record is not None:
-        ended = {"exit status": int(record.status), "exit reason": record.reason}
-        summary |= {**ended, "checkpoint": record.checkpoint}
-    body = [
-        f"<header><h1>{html.escape(title)}</h1>{_status(record)}</header>",
-        _tiles(run),
-        '<main class="charts">',
-        *_charts(run),
-        "</main>",
-        pipeline,
-        _history(run),
-        _settings("Summary", summary, is_open=True),
-        _settings("Whole configuration", config),
-        f"<footer>megatron-zero, {time.strftime('%Y-%m-%d %H:%M:%S')}</footer>",
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body>\n</html>\n"
-    )
 
 
 def _charts(run: RunRecord) -> list[str]:
@@ -199,14 +187,13 @@ def _charts(run: RunRecord) -> list[str]:
     losses += [Series(tag, run.curves[tag], points=True) for tag in run.validation_losses]
     charts = [line_chart("Loss", losses, marks=marks, wide=True)]
     for tag, name, may_be_log, from_zero in CHARTS:
-        points: Points = run.curves.get(tag, ())
-        if points and not (tag == "loss-scale" and len({value for _, value in points}) == 1):
+        points = run.curves.get(tag)
+        if points and not (tag == "loss-scale" and len(set(points.values)) == 1):
             positive = [value for value in run.finite(tag) if value > 0] if may_be_log else []
             log_y = bool(positive) and max(positive) > 50 * min(positive)
             curve = [Series(tag, points)]
             charts.append(line_chart(name, curve, marks=marks, log_y=log_y, from_zero=from_zero))
-    held = sorted(tag for tag in run.curves if tag.startswith(_OF_A_PLAN) and tag.endswith(_KINDS_HELD))
-    if held:
+    if held := sorted(filter(_HELD_BY_KIND.search, run.curves)):
         memory = [Series(tag, run.curves[tag], points=tag.startswith("measured-")) for tag in held]
         title = "Memory by kind: the most on the fullest rank"
         charts.append(line_chart(title, memory, marks=marks, from_zero=True, wide=True))
@@ -215,114 +202,90 @@ def _charts(run: RunRecord) -> list[str]:
 
 def _tiles(run: RunRecord) -> str:
     tiles: list[tuple[str, str, str]] = []
-    for tag in run.losses[:1]:
-        if values := run.finite(tag):
+    for loss in run.losses[:1]:
+        if values := run.finite(loss):
             share = f"{100 * values[-1] / values[0]:.0f}% of the first, {values[0]:.4g}" if values[0] else ""
-            tiles.append((f"final {tag}", f"{values[-1]:.4g}", share))
-    for tag in run.validation_losses[:1]:
-        if values := run.finite(tag):
-            tiles.append((tag, f"{values[-1]:.4g}", f"perplexity {perplexity(values[-1]):.4g}"))
+            tiles.append((f"final {loss}", f"{values[-1]:.4g}", share))
+    for loss in run.validation_losses[:1]:
+        if values := run.finite(loss):
+            tiles.append((loss, f"{values[-1]:.4g}", f"perplexity {perplexity(values[-1]):.4g}"))
     tiles.append(("iterations", f"{run.last_iteration:,}", f"{run.consumed_samples:,} samples"))
     if speed := run.finite("tokens-per-second"):
         tiles.append(("tokens/s", f"{statistics.median(speed):,.0f}", f"median; best {max(speed):,.0f}"))
     if math.isfinite(run.last_time - run.first_time):
         note = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
         tiles.append(("wall time", format_duration(run.last_time - run.first_time), note))
-    cells = ""
-    for name, value, note in (map(html.escape, tile) for tile in tiles):
-        cells += f'<div class="tile"><div class="name">{name}</div><div class="value">{value}</div>'
-        cells += f'<div class="note">{note}</div></div>'
-    return f'<section class="tiles">{cells}</section>'
+    cells = [
+        element(
+            "div",
+            *(element("div", html.escape(text), class_=kind) for kind, text in zip(_TILE, tile, strict=True)),
+            class_="tile",
+        )
+        for tile in tiles
+    ]
+    return element("section", *cells, class_="tiles")
 
 
 def _status(record: ExitRecord | None) -> str:
     if record is None:
-        return '<span class="status">no exit record: still running, or killed</span>'
+        return element("span", "no exit record: still running, or killed", class_="status")
     kind = "good" if record.status in (ExitStatus.DONE, ExitStatus.STOPPED) else "bad"
     known = {int(status): status.description for status in ExitStatus}
-    meaning = html.escape(known.get(record.status, "ended by a signal"), quote=True)
     text = f"exit status {int(record.status)}: {html.escape(str(record.reason))}"
-    return f'<span class="status {kind}" title="{meaning}">{text}</span>'
+    meaning = known.get(record.status, "ended by a signal")
+    return element("span", text, class_=f"status {kind}", title=meaning)
 
 
 def _history(run: RunRecord) -> str:
-    if not run.events:
-        return ""
-    rows = "<tr><th>time</th><th>event</th><th>iteration</th><th></th></tr>"
+    rows = [[element("th", name) for name in ("time", "event", "iteration", "")]]
     for event in run.events[-MAX_EVENTS:]:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
         known = ("event", "iteration", "time", "config")
         text = ", ".join(f"{key}: {_cut(str(value))}" for key, value in event.items() if key not in known)
-        cells = (when, html.escape(event["event"]), event["iteration"], html.escape(text))
-        rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        cells = (_moment(event.get("time", 0)), event["event"], str(event["iteration"]), text)
+        rows.append([element("td", html.escape(cell)) for cell in cells])
     left_out = len(run.events) - MAX_EVENTS
     note = f"<p>the {left_out} events before are left out</p>" if left_out > 0 else ""
-    return _details(f"What happened ({len(run.events)} events)", [rows], note=note)
+    return chart.table(f"What happened ({len(run.events)} events)", rows, note=note) if run.events else ""
 
 
 def _settings(title: str, values: Mapping[str, Any], *, is_open: bool = False) -> str:
     rows = []
     for name, value in values.items():
         text = _cut(value if isinstance(value, str) else json.dumps(value, default=str))
-        rows.append(f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(text)}</td></tr>")
-    return _details(title, rows, is_open=is_open) if rows else ""
+        rows.append([element("th", html.escape(str(name))), element("td", html.escape(text))])
+    return chart.table(title, rows, is_open=is_open) if rows else ""
 
 
-def _details(title: str, rows: Iterable[str], *, note: str = "", is_open: bool = False) -> str:
-    opened = ' open="open"' if is_open else ""
-    summary = f"<summary>{html.escape(title)}</summary>"
-    return f"<details{opened}>{summary}{note}<table>{''.join(rows)}</table></details>"
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= 400 else f"{text[:400]}... ({len(text)} characters)"
 
 
-STYLE = """
-:root { color-scheme: light dark; --bg: #f6f7f9; --card: #fff; --fg: #1c2733; --dim: #647384; --grid: #e3e8ee;
-  --axis: #aab6c2; --s0: #2563eb; --s1: #d9480f; --s2: #0f9d6c; --s3: #9333ea; --s4: #b8860b; --s5: #c2255c;
-  --good: #0f9d6c; --bad: #c92a2a; }
-@media (prefers-color-scheme: dark) { :root { --bg: #12171d; --card: #1b222b; --fg: #e3e9ef; --dim: #93a1b0;
-  --grid: #2b3541; --axis: #526070; --s0: #6ea8fe; --s1: #ff9f68; --s2: #4fd1a1; --s3: #c4a0ff; --s4: #f1c453;
-  --s5: #ff8cb3; --good: #4fd1a1; --bad: #ff8787; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1120px; padding: 28px 20px 48px; background: var(--bg); color: var(--fg);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-header { display: flex; flex-wrap: wrap; gap: 8px 16px; align-items: baseline;
-  justify-content: space-between; }
-h1 { font-size: 24px; margin: 0; }
-.status { font-size: 13px; padding: 2px 10px; border: 1px solid var(--axis); border-radius: 12px;
-  color: var(--dim); }
-.status.good { color: var(--good); border-color: var(--good); }
-.status.bad { color: var(--bad); border-color: var(--bad); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 14px;
-  margin: 20px 0; }
-.tile, figure, details { background: var(--card); border: 1px solid var(--grid); border-radius: 10px; }
-.tile { padding: 12px 16px; }
-.tile .name, .tile .note { color: var(--dim); font-size: 13px; }
-.tile .value { font-size: 24px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 14px; }
-figure { margin: 0; padding: 14px 14px 6px; min-width: 0; }
-figure.wide { grid-column: 1 / -1; }
-figcaption { font-weight: 600; display: flex; flex-wrap: wrap; gap: 2px 16px; align-items: baseline; }
-.key { color: var(--dim); font-weight: 400; font-size: 13px; }
-.key i { display: inline-block; width: 14px; height: 3px; margin-right: 6px; vertical-align: middle; }
-.key i.dot { width: 9px; height: 9px; border-radius: 50%; }
-.plan { margin-top: 14px; } .plan svg { margin-top: 8px; background: #fff; }
-svg { display: block; width: 100%; height: auto; }
-.charts svg text { fill: var(--dim); font-size: 12px; font-family: inherit; }
-svg .grid { stroke: var(--grid); } svg .axis { stroke: var(--axis); }
-svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-svg .hit { fill: transparent; } svg .hit:hover { fill: var(--fg); fill-opacity: .75; }
-svg .resume { stroke: var(--dim); stroke-dasharray: 3 4; } svg .checkpoint { fill: var(--dim); }
-.s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); }
-.s3 { --c: var(--s3); } .s4 { --c: var(--s4); } .s5 { --c: var(--s5); }
-svg .line { stroke: var(--c); } svg .dot { fill: var(--c); } .key i { background: var(--c); }
-.empty { color: var(--dim); padding: 24px 0; }
-details { margin-top: 14px; padding: 10px 16px; } summary { cursor: pointer; font-weight: 600; }
-table { border-collapse: collapse; margin: 10px 0 6px; font-size: 13px; width: 100%; }
-th, td { text-align: left; padding: 4px 14px 4px 0; border-top: 1px solid var(--grid); vertical-align: top;
-  overflow-wrap: anywhere; }
-th { font-weight: 500; color: var(--dim); white-space: nowrap; width: 1%; }
-footer { margin-top: 20px; color: var(--dim); font-size: 12px; }
-"""
+def _pipeline(timeline: Path) -> str:
+    """The last measured step below the plan, and what that moves and holds over time. timeline: the folder of
+    --log-pipeline-timeline. Raises PlanError for what is no timeline."""
+    step = overlay.chosen_step(timeline, None)
+    costs = overlay.measured_costs(step.plan, overlay.mean_times(step.plan, step.spans))
+    stages = () if step.lanes is None else step.lanes.stages
+    activation = tuple(sum(unit.activation for unit in stage.units) for stage in stages)
+    if any(activation):  # the same times; activations in bytes, as the units have them
+        held = tuple(sum(unit.held_after_b for unit in stage.units) for stage in stages)
+        costs = dataclasses.replace(costs, activation=activation, held_after_b=held)
+    planned = simulate(step.plan, costs, step.lanes)
+    measured = overlay.measured_simulation(step.plan, step.spans, costs)
+    strips = Strips(planned, None, "activations" if step.lanes is None else "bytes", step.at_rest)
+    if step.plan.num_ops <= MOST_BOXES:
+        svg = beside_svg(planned, measured, strips=strips)
+    else:
+        span = max(planned.makespan, measured.makespan)
+        svg = to_picture(planned, span=span, width=1200, strips=strips)
+        svg += to_picture(measured, span=span, width=1200)
+    title = (
+        f"Pipeline: iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}, seconds. "
+        "The step as planned, with what it moves and holds, and as measured"
+    )
+    inline = svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")
+    return element("figure", element("figcaption", html.escape(title)), inline, class_="plan")

@@ -1,23 +1,112 @@
-"""What the run says: Megatron's lines on the last rank, scalars to every writer, progress to a terminal."""
+"""What the run says: its plan and memory before the first step; then Megatron's lines on the last rank, scalars to
+every writer, progress to a terminal."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.held.residency_lines import StepResidency
+from megatron.core.model_parallel_config import describe_schedule
+from megatron.core.models.gpt.stage_layers import layer_map_lines
+from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.training.config.config import train_step_flops
+from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output, say
-from megatron.training.guard.exit_status import ExitStatus
+from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.report import metrics
+from megatron.training.report.progress import ProgressLine
 from megatron.training.report.session import Session
-from megatron.training.report.timers import RunClock
-from megatron.training.report.writers import append_progress, open_writers
+from megatron.training.report.timers import RunClock, format_block, time_scalars
+from megatron.training.report.writers import open_writers, warn
 from megatron.training.state import StepResult, TrainState
+
+COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
+_OF_THE_STEP = ("learning_rate", "decoupled_learning_rate", "loss_scale", "grad_norm", "num_zeros")
+
+
+def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int) -> None:
+    """num_microbatches: of the first step. Communicates over the world. Raises TrainingExit where ranks have come to
+    different plans, ConfigurationError where there is none for these units."""
+    ps, metas = session.ps, engine.param_meta.values()
+    if ps.dp_rank == 0:
+        count = sum(math.prod(meta.local_shape) for meta in metas)
+        say(metrics.PARAMETER_COUNT.format(tp_rank=ps.tp_rank, pp_rank=ps.pp_rank, count=count))
+    for line in layer_map_lines(spec.stages, spec.placement):
+        session.print_rank_0(line)
+    session.print_rank_last(metrics.plan_line(_plan_facts(session, spec, engine, num_microbatches)))
+    asked = session.config.ddp.fsdp_unit_modules
+    if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
+        session.print_rank_0(
+            f"WARNING: --fsdp-unit-modules {' '.join(asked)} has no effect: the model names its units itself"
+        )
+    rate = session.config.optimizer.decoupled_lr
+    if rate is not None and not any(meta.embedding_or_output for meta in metas):
+        session.print_rank_0(
+            f"WARNING: --decoupled-lr {rate} has no effect: the model marks no parameter as its word embeddings or "
+            "output layer (ParamMeta.embedding_or_output)"
+        )
+    log_memory(session, engine, "before the first step")
+
+
+def log_memory(session: Session, engine: Engine, when: str) -> None:
+    """--log-fsdp-ledger: what the data parallel engine of rank 0 holds."""
+    if session.config.ddp.log_fsdp_ledger:
+        for line in metrics.memory_lines(when, engine.memory_tracker.lines()):
+            session.print_rank_0(line)
+
+
+def _plan_facts(
+    session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int
+) -> dict[str, Any]:
+    """Of the plan, and of what each rank of the world holds; docs/logging.md has the keys."""
+    parallel = session.config.parallel
+    validated = parallel.enable_optimizer_post_validation
+    purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
+    try:
+        lowered = plan_for(spec, num_microbatches, purpose)
+    except PlanError as error:  # of a file that was made for other units
+        what = f"{describe_schedule(parallel, spec.schedule)}: {error}"
+        fix = "run it with the model, the ranks and the sharding that it was saved for, or leave the file out"
+        flags = ("--pipeline-schedule-file", "--pipeline-schedule")
+        raise ConfigurationError([Problem("pipeline-plan", flags, what, fix)]) from None
+    check_same_plan(session.gather(plan_hash(lowered)))
+    plan = plan_for(spec.bare, num_microbatches, purpose)
+    held = engine.persistent_bytes(), len(engine.model.units), engine.optimizer.snapshot_bytes()
+    pp_ranks, persistent, units, snapshots = zip(*session.gather([session.ps.pp_rank, *held]), strict=True)
+    counts = [Counter(op[0] for op in row) for row in plan.rows]
+    return {
+        "schedule": plan.schedule,
+        "hash": plan_hash(plan),
+        "ops_per_rank": [{kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank in pp_ranks],
+        "sharding": session.config.ddp.data_parallel_sharding_strategy,
+        "persistent_bytes_per_rank": persistent,
+        "post_validation": parallel.post_validation_rollback if validated else "off",
+        "units_per_rank": units if engine.model.waits_for_units else (),
+        "snapshot_bytes_per_rank": snapshots if validated else (),
+    }
+
+
+def check_same_plan(hashes: Sequence[str]) -> None:
+    """hashes: of the plan of every rank. Raises TrainingExit where they differ, which would be noticed by a hang."""
+    different = sorted({hashes.index(one) for one in hashes})
+    if len(different) > 1:
+        told = ", ".join(f"rank {rank} has {hashes[rank][:12]}" for rank in different[:4])
+        raise TrainingExit(
+            ExitStatus.CONFIGURATION,
+            f"ranks would run different pipeline plans ({told}): give --pipeline-schedule-file the same file, and all "
+            "hosts the same version of this package",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +134,13 @@ class Reporter:
         self._scalars: dict[str, float] = {}  # of plans and their measurement, that no record has had yet
         self.start_interval()
         assert session.folder.path is not None, "a run without a folder"
+        speaks, begins, total = session.ps.is_last_rank, state.iteration, session.config.total_iterations
         self.writers = open_writers(
-            session.config,
-            session.folder.path,
-            enabled=session.ps.is_last_rank,
-            resumed_iteration=state.iteration,
+            session.config, session.folder.path, enabled=speaks, resumed_iteration=begins
         )
-        self._progress_line("Starting job")
+        is_shown = speaks and self._log.progress != "off"
+        self._progress = ProgressLine(total if is_shown else 0, first_iteration=begins + 1)
+        self._log_progress("Starting job")
 
     def start_interval(self, now: float | None = None) -> None:
         """An interval begins, now or then by the run's clock."""
@@ -93,7 +182,7 @@ class Reporter:
                 self._memory_said = True
                 say(metrics.memory_line(session.ps.rank, iteration, session.device.memory()))
             self.start_interval(result.ended_at)
-        self.writers.iteration_done(iteration)
+        self._progress.update(iteration)
         self._tell_lost(session.ps.rank, lost_output())
 
     def is_due(self, iteration: int) -> bool:
@@ -109,7 +198,7 @@ class Reporter:
     def batch_skipped(self, why: str) -> None:
         """An iteration without a step."""
         self._session.print_rank_last(f" iteration {self._state.iteration}: {why}")
-        self.writers.iteration_done(self._state.iteration)
+        self._progress.update(self._state.iteration)
 
     def _report(self, result: StepResult, batch_size: int) -> None:
         """One iteration's line, and its record.
@@ -119,15 +208,15 @@ class Reporter:
         line = self._line(result, batch_size)
         if self._has_line(line.iteration):
             self._session.print_rank_last(metrics.iteration_line(line))
-            self.writers.progress(line)
+            loss = next(iter(line.losses.values()), None)
+            self._progress.figures(loss=loss, tokens_per_s=line.tokens_per_s)
         if line.iteration % self._log.tensorboard_log_interval == 0:
             record = dataclasses.replace(line, **self._counted(self._unrecorded))
             scalars = metrics.iteration_scalars(record)
             if self._log.log_memory_to_tensorboard:
-                scalars.update(metrics.memory_scalars(self._session.device.memory()))
-            self.writers.record(
-                {**scalars, **self._scalars}, step=record.iteration, samples=record.consumed_samples
-            )
+                scalars |= metrics.memory_scalars(self._session.device.memory())
+            scalars |= self._scalars
+            self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
             self._scalars = {}
             self._unrecorded.reset()
 
@@ -141,16 +230,12 @@ class Reporter:
             consumed_samples=state.consumed_train_samples,
             skipped_samples=state.skipped_train_samples or None,
             elapsed_s=elapsed_s / max(totals.iterations, 1),
-            learning_rate=result.learning_rate,
-            decoupled_learning_rate=result.decoupled_learning_rate,
             global_batch_size=batch_size,
-            loss_scale=result.loss_scale,
-            grad_norm=result.grad_norm,
-            num_zeros=result.num_zeros,
             params_norm=self._engine.optimizer.params_norm() if log.log_params_norm else None,
             throughput_tflops=_rate(self._flops, device_s) if log.log_throughput else None,
             tokens_per_s=_rate(totals.tokens, elapsed_s),
             when=datetime.datetime.now(),
+            **{name: getattr(result, name) for name in _OF_THE_STEP},
             **self._counted(totals),
         )
 
@@ -166,13 +251,12 @@ class Reporter:
     def _report_timers(self) -> None:
         """Gather the timers of all ranks and print the block of the phases."""
         session, iterations = self._session, max(self._totals.iterations, 1)
-        timers, gather = session.timers, session.gather
-        if timers.log_level == 0:
-            return  # nothing is timed, so there is nothing to gather
+        if session.timers.log_level == 0:  # nothing is timed, so there is nothing to gather
+            return
+        ranks = session.gather(session.timers.values())
         if self._log.log_timers_to_tensorboard:
-            step = self._state.iteration
-            timers.write(None, self.writers, step, gather=gather, normalizer=iterations, reset=False)
-        if block := timers.log(gather=gather, normalizer=iterations):
+            self.writers.record(time_scalars(ranks, iterations), step=self._state.iteration)
+        if block := format_block(ranks, session.timers.log_option, iterations):
             session.print_rank_last(block)
 
     def evaluated(self, where: str, found: Evaluated) -> None:
@@ -187,8 +271,9 @@ class Reporter:
 
     def saved(self, iteration: int, directory: str) -> None:
         """The checkpoint of `iteration` was committed."""
-        self.writers.checkpoint_saved(iteration, directory)
-        self._progress_line(f"Saved checkpoint\t{directory}")
+        self.writers.event("checkpoint", iteration, path=directory)
+        self._progress.checkpoint_saved()
+        self._log_progress(f"Saved checkpoint\t{directory}")
 
     def planned_again(self, plan: MeasuredPlan) -> None:
         """The pipeline's schedule was solved again."""
@@ -209,15 +294,37 @@ class Reporter:
             self._tell_lost(rank, streams)
         self.writers.event("exit", self._state.iteration, status=int(status), reason=reason)
 
-    def _progress_line(self, event: str) -> None:
+    def _log_progress(self, event: str) -> None:
         """--log-progress, on one rank."""
-        session, state = self._session, self._state
-        if self._log.log_progress and session.config.checkpoint.save and session.ps.is_last_rank:
+        session, save = self._session, self._session.config.checkpoint.save
+        if self._log.log_progress and save and session.ps.is_last_rank:
             job, ranks = session.env.slurm_job_id or "", session.ps.world_size
-            append_progress(session.config.checkpoint.save, event, job_id=job, world_size=ranks, state=state)
+            append_progress(save, event, job_id=job, world_size=ranks, state=self._state)
 
     def close(self) -> None:
+        self._progress.close()
         self.writers.close()
+
+
+def append_progress(save: str, event: str, *, job_id: str, world_size: int, state: TrainState) -> None:
+    """One line of `progress.txt` in the folder of checkpoints, fields separated by tabs. A file that cannot be written
+    is a warning, as with every sink."""
+    fields = (
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"Job ID: {job_id}",
+        f"# GPUs: {world_size}",
+        event,
+        f"Iteration: {state.iteration}",
+        f"Consumed samples: {state.consumed_train_samples}",
+        f"Floating-point operations: {state.num_floating_point_operations_so_far:.2e}",
+    )
+    path = Path(save) / "progress.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
+            file.write("\t".join(fields) + "\n")
+    except OSError as error:
+        warn(f"{path} is not written: {error}")
 
 
 def _rate(amount: float, elapsed_s: float) -> float:

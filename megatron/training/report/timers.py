@@ -1,7 +1,7 @@
 """Clocks of a run: named timers with three levels, reported across ranks as Megatron reports them, and its own time.
 
 A timer whose level is above the chosen one costs one dictionary look-up and never synchronizes the device.
-Torch-free: the device's synchronize, the barrier and the gather are passed in.
+Torch-free: the device's synchronize and the barrier are passed in.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-LOG_OPTIONS = ("max", "minmax", "all")
+KINDS = {"max": "max time", "minmax": "(min, max) time", "all": "times"}  # by --timing-log-option
 MAX_LOG_LEVEL = 2
 NAME_WIDTH = 48
-
-Gather = Callable[[dict[str, float]], list[dict[str, float]]]
 
 
 class RunClock:
@@ -42,41 +39,24 @@ class RunClock:
             self._paused_s += self._clock() - started
 
 
-def _nothing() -> None:
-    return None
-
-
 class Timer:
     """Accumulated seconds between start and stop."""
 
-    def __init__(
-        self,
-        name: str,
-        synchronize: Callable[[], None],
-        barrier: Callable[[], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.name = name
-        self._synchronize, self._barrier, self._clock = synchronize, barrier, clock
+    def __init__(self, name: str, clock: Callable[[bool], float]) -> None:
+        self.name, self._clock = name, clock
         self._elapsed_s = 0.0
         self._started_at: float | None = None
 
     def start(self, barrier: bool = False) -> None:
         """Start; with `barrier`, only once every rank is here."""
         assert self._started_at is None, f"timer {self.name!r} is already running"
-        self._started_at = self._now(barrier)
+        self._started_at = self._clock(barrier)
 
     def stop(self, barrier: bool = False) -> None:
         """Stop and add to the sum."""
         assert self._started_at is not None, f"timer {self.name!r} is not running"
-        self._elapsed_s += self._now(barrier) - self._started_at
+        self._elapsed_s += self._clock(barrier) - self._started_at
         self._started_at = None
-
-    def _now(self, barrier: bool) -> float:
-        if barrier:
-            self._barrier()
-        self._synchronize()  # sync: work that was begun before belongs to the time before
-        return self._clock()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
         """Seconds so far; a running timer keeps running."""
@@ -102,8 +82,7 @@ class _SilentTimer(Timer):
     """Stands in for every timer above the chosen level: shared, so it keeps nothing."""
 
     def start(self, barrier: bool = False) -> None:
-        if barrier:
-            raise AssertionError("a barrier must not depend on the log level: call it outside the timer")
+        assert not barrier, "a barrier must not depend on the log level: call it outside the timer"
 
     def stop(self, barrier: bool = False) -> None:
         return None
@@ -123,19 +102,17 @@ class Timers:
         log_level: int = 0,
         log_option: str = "minmax",
         *,
-        synchronize: Callable[[], None] = _nothing,
-        barrier: Callable[[], None] = _nothing,
+        synchronize: Callable[[], object] = bool,
+        barrier: Callable[[], object] = bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if log_option not in LOG_OPTIONS:
-            raise ValueError(f"--timing-log-option {log_option}: choose one of {', '.join(LOG_OPTIONS)}")
-        if log_level not in range(MAX_LOG_LEVEL + 1):
-            raise ValueError(f"--timing-log-level {log_level}: choose 0, 1 or 2")
+        assert log_option in KINDS, f"--timing-log-option {log_option}"
+        assert log_level in range(MAX_LOG_LEVEL + 1), f"--timing-log-level {log_level}"
         self.log_level, self.log_option = log_level, log_option
-        self._calls = synchronize, barrier, clock
+        self._synchronize, self._barrier, self._read = synchronize, barrier, clock
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
-        self._silent = _SilentTimer("(silent)", *self._calls)
+        self._silent = _SilentTimer("(silent)", self._clock)
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer of this name, made on first use. Without a level a new timer gets the highest, 2."""
@@ -145,43 +122,24 @@ class Timers:
             assert known in range(MAX_LOG_LEVEL + 1), f"timer {name!r}: level {log_level}, known are 0, 1, 2"
             self._levels[name] = known
             if known <= self.log_level:
-                self._timers[name] = Timer(name, *self._calls)
+                self._timers[name] = Timer(name, self._clock)
         assert log_level in (None, known), f"timer {name!r} has level {known}, asked for {log_level}"
         return self._timers.get(name, self._silent)
 
-    def values(self, names: Sequence[str] | None = None, *, reset: bool = True) -> dict[str, float]:
-        """Seconds per active timer (those of `names` that exist)."""
-        chosen = self._timers if names is None else [name for name in names if name in self._timers]
-        return {name: self._timers[name].elapsed(reset=reset) for name in chosen}
+    def _clock(self, barrier: bool) -> float:
+        if barrier:
+            self._barrier()
+        self._synchronize()  # sync: work that was begun before belongs to the time before
+        return self._read()
 
-    def log(
-        self,
-        names: Sequence[str] | None = None,
-        *,
-        gather: Gather,
-        normalizer: float = 1.0,
-        reset: bool = True,
-    ) -> str | None:
-        """The block to print, or None without any time. Communicates through `gather`: every rank calls it.
+    def values(self) -> dict[str, float]:
+        """Seconds of each active timer, which begins again at 0."""
+        return {name: timer.elapsed() for name, timer in self._timers.items()}
 
-        normalizer: iterations since the last block, so that times are per iteration.
-        """
-        assert normalizer > 0.0, f"normalizer {normalizer}"
-        return format_block(gather(self.values(names, reset=reset)), self.log_option, normalizer)
 
-    def write(
-        self,
-        names: Sequence[str] | None,
-        writer: Any,
-        step: int,
-        *,
-        gather: Gather,
-        normalizer: float = 1.0,
-        reset: bool = True,
-    ) -> None:
-        """Write the maximum over ranks as `<name>-time` in seconds: `writer.scalar`. Communicates through `gather`."""
-        for name, by_rank in _by_name(gather(self.values(names, reset=reset))).items():
-            writer.scalar(f"{name}-time", max(by_rank.values()) / normalizer, step)
+def time_scalars(ranks: Sequence[dict[str, float]], normalizer: float = 1.0) -> dict[str, float]:
+    """`<name>-time`: the maximum over ranks in seconds. Arguments as of `format_block`."""
+    return {f"{name}-time": max(times.values()) / normalizer for name, times in _by_name(ranks).items()}
 
 
 def _by_name(ranks: Sequence[dict[str, float]]) -> dict[str, dict[int, float]]:
@@ -194,22 +152,20 @@ def _by_name(ranks: Sequence[dict[str, float]]) -> dict[str, dict[int, float]]:
     return table
 
 
-def format_block(ranks: Sequence[dict[str, Any]], log_option: str, normalizer: float = 1.0) -> str | None:
-    """Megatron's block of times in ms. ranks: per rank name -> seconds, of the timers that ran."""
-    table = _by_name(ranks)
-    if not table:
-        return None
-    kind = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[log_option]
-    lines = [f"{kind} across ranks (ms):"]
-    for name, by_rank in table.items():
+def format_block(ranks: Sequence[dict[str, float]], log_option: str, normalizer: float = 1.0) -> str | None:
+    """Megatron's block of times in ms; None without any time.
+
+    ranks: per rank name -> seconds, of the timers that ran. normalizer: iterations since the last block, so that times
+    are per iteration.
+    """
+    lines = [f"{KINDS[log_option]} across ranks (ms):"]
+    for name, by_rank in _by_name(ranks).items():
         times_ms = {rank: elapsed_s * 1000.0 / normalizer for rank, elapsed_s in by_rank.items()}
         low, high = f"{min(times_ms.values()):.2f}", f"{max(times_ms.values()):.2f}"
         if log_option == "all":
-            lines += [
-                f"  {name}:",
-                *(f"     rank {rank:2d}: {value:.2f}" for rank, value in times_ms.items()),
-            ]
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {value:.2f}" for rank, value in times_ms.items()]
         else:
             shown = high if log_option == "max" else f"({low}, {high})"
             lines.append(f"    {(name + ' ').ljust(NAME_WIDTH, '.')}: {shown}")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 1 else None

@@ -8,25 +8,23 @@ from (that is trained again), so they never tell two stories; wandb and MLflow g
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import os
+import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.core import optional
-from megatron.core.safe_files import SHARED_MODE, open_for_append
+from megatron.core.safe_files import open_for_append, opened
 from megatron.training.config.config import Config
 from megatron.training.config.training_config import LoggingConfig
 from megatron.training.guard.run_folder import OutputPathError
-from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.metrics_file import MetricsFile
-from megatron.training.report.progress import ProgressLine
-from megatron.training.report.tensorboard_files import VS_SAMPLES, drop_after
-from megatron.training.state import TrainState
 
-PROGRESS_FILE = "progress.txt"
+VS_SAMPLES = " vs samples"
+_LENGTH = struct.Struct("<Q4x")  # of a record of TensorBoard's event files, with its checksum
+_TRAILER_BYTES = 4  # the content's checksum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,115 +98,51 @@ class Writers:
     def __init__(
         self,
         metrics_file: MetricsFile | None = None,
-        trackers: tuple[Tracker, ...] = (),
-        *,
-        progress: ProgressLine | None = None,
+        trackers: Iterable[Tracker] = (),
         untracked: frozenset[str] = frozenset(),
     ) -> None:
-        self._file, self._trackers, self._progress = metrics_file, list(trackers), progress
-        self._untracked = untracked
+        self._file, self._trackers, self._untracked = metrics_file, list(trackers), untracked
 
     def record(self, scalars: Mapping[str, float], *, step: int, samples: int | None = None) -> None:
         """Write the scalars of one iteration: one line of metrics.jsonl, one point per tag elsewhere."""
-        self._to_file(lambda file: file.record(scalars, step, samples))
+        self._to_file(MetricsFile.record, scalars, step, samples)
         for tag, value in scalars.items():
-            self._to_trackers(tag, value, step, samples)
-
-    def scalar(self, tag: str, value: float, step: int, samples: int | None = None) -> None:
-        """One number; it joins the next `record` of the same step in metrics.jsonl."""
-        self._to_file(lambda file: file.scalar(tag, value, step, samples))
-        self._to_trackers(tag, value, step, samples)
+            for tracker in list(self._trackers) if tag not in self._untracked else ():
+                self._guarded(tracker, tracker.scalar, tag, value, step, samples)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Something that happened ("start", "checkpoint", "exit"): metrics.jsonl only."""
-        self._to_file(lambda file: file.event(name, step, **fields))
+        self._to_file(MetricsFile.event, name, step, **fields)
 
-    def checkpoint_saved(self, iteration: int, path: str) -> None:
-        """Mark a committed checkpoint in the record and in the progress line."""
-        self.event("checkpoint", iteration, path=path)
-        if self._progress is not None:
-            self._progress.checkpoint_saved()
-
-    def progress(self, record: IterationRecord) -> None:
-        """Give the progress display the figures of an iteration line."""
-        if self._progress is not None:
-            loss = next(iter(record.losses.values()), None)
-            self._progress.figures(loss=loss, tokens_per_s=record.tokens_per_s)
-
-    def iteration_done(self, iteration: int) -> None:
-        """Move the progress display; call it every iteration, after `progress` where there is a line."""
-        if self._progress is not None:
-            self._progress.update(iteration)
-
-    @property
-    def tensorboard(self) -> Any:
-        """torch's SummaryWriter, or None: for user code that adds its own."""
-        return self._handle("TensorBoard")
-
-    @property
-    def wandb(self) -> Any:
-        """The wandb run, or None."""
-        return self._handle("wandb")
-
-    def _handle(self, name: str) -> Any:
+    def handle(self, name: str) -> Any:
+        """What user code adds its own to: torch's SummaryWriter of "TensorBoard", the run of "wandb"; None without."""
         return next((tracker.handle for tracker in self._trackers if tracker.name == name), None)
 
     def close(self) -> None:
         """Close all; a second call does nothing."""
-        if self._progress is not None:
-            self._progress.close()
         self._to_file(MetricsFile.close)
         for tracker in list(self._trackers):
             self._guarded(tracker, tracker.close)
-        self._file, self._trackers, self._progress = None, [], None
-
-    def _to_trackers(self, tag: str, value: float, step: int, samples: int | None) -> None:
-        if tag not in self._untracked:
-            for tracker in list(self._trackers):
-                self._guarded(tracker, tracker.scalar, tag, value, step, samples)
+        self._file, self._trackers = None, []
 
     def _guarded(self, tracker: Tracker, call: Callable[..., Any], *values: Any) -> None:
         try:
             call(*values)
         except Exception as error:  # third-party code: any error of it is not the run's
-            _warn(f"{tracker.name} is switched off: {type(error).__name__}: {error}")
+            warn(f"{tracker.name} is switched off: {type(error).__name__}: {error}")
             self._trackers.remove(tracker)
 
-    def _to_file(self, call: Callable[[MetricsFile], None]) -> None:
-        if self._file is None:
-            return
-        try:
-            call(self._file)
-        except OSError as error:
-            _warn(f"{self._file.path} is not written any more: {error}")
-            self._file = None
+    def _to_file(self, call: Callable[..., None], *values: Any, **fields: Any) -> None:
+        if self._file is not None:
+            try:
+                call(self._file, *values, **fields)
+            except OSError as error:
+                warn(f"{self._file.path} is not written any more: {error}")
+                self._file = None
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
-
-
-def append_progress(save: str, event: str, *, job_id: str, world_size: int, state: TrainState) -> None:
-    """--log-progress: one line of `progress.txt` in the folder of checkpoints, fields separated by tabs.
-
-    A file that cannot be written is a warning, as with every sink.
-    """
-    fields = (
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
-        f"Job ID: {job_id}",
-        f"# GPUs: {world_size}",
-        event,
-        f"Iteration: {state.iteration}",
-        f"Consumed samples: {state.consumed_train_samples}",
-        f"Floating-point operations: {state.num_floating_point_operations_so_far:.2e}",
-    )
-    path = Path(save) / PROGRESS_FILE
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
-            file.write("\t".join(fields) + "\n")
-    except OSError as error:
-        _warn(f"{path} is not written: {error}")
 
 
 def untracked_tags(log: LoggingConfig) -> frozenset[str]:
@@ -252,11 +186,75 @@ def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iterati
             f"{error.filename}: {error.strerror}: name other places in --save, --metrics-file, --tensorboard-dir"
         ) from error
     print(f" > {file.note}", flush=True)
-    progress = None
-    if log.progress != "off" and config.total_iterations:
-        progress = ProgressLine(config.total_iterations, first_iteration=resumed_iteration + 1)
-    writers = Writers(file, tuple(trackers), progress=progress, untracked=untracked_tags(log))
+    writers = Writers(file, trackers, untracked_tags(log))
     writers.event("start", resumed_iteration, world_size=config.world_size, config=values)
     if log.log_world_size_to_tensorboard:
-        writers.scalar("world-size", config.world_size, resumed_iteration)
+        writers.record({"world-size": config.world_size}, step=resumed_iteration)
     return writers
+
+
+# --- TensorBoard's event files of a run that goes on
+
+
+def drop_after(directory: str, iteration: int) -> str:
+    """Cut what TensorBoard's event files of earlier attempts have after `iteration`; a word about it. Newest first, and
+    no further back than to the file that begins before it: it was begun when the older ones were cut. Raises OSError.
+
+    [Note: no purge step] TensorBoard's `purge_step` hides all points at and after one step, whatever their tag counts:
+    with iterations it would hide nearly all of `TAG vs samples`, with samples nothing of the rest. Points are written
+    in the order of time, so one place in a file divides what is trained again from what stays, on every axis, and what
+    user code has written with it.
+    """
+    if "://" in directory:
+        return " (not a local folder: points of earlier attempts after the iteration resumed from stay in it)"
+    cut = 0
+    for path in sorted(Path(directory).glob("*tfevents*"), reverse=True):
+        first, place = _first_and_place(path, iteration)
+        if place is not None:
+            fd = open_for_append(path)
+            try:
+                os.ftruncate(fd, place)
+            finally:
+                os.close(fd)
+            cut += 1
+        if first is not None and first <= iteration:
+            break
+    return f" (what {cut} files had after iteration {iteration} is dropped)" if cut else ""
+
+
+def _first_and_place(path: Path, iteration: int) -> tuple[int | None, int | None]:
+    """The first iteration that a file has a record of, and where those after `iteration` begin; None: nowhere.
+
+    A point of an iteration is known by the one behind it, of the same tag over samples; timers have no such.
+    """
+    first, before = None, (0, "", 0)
+    for place, tag, step in _points(path):
+        begin, last_tag, last_step = before
+        if tag == last_tag + VS_SAMPLES:
+            first = last_step if first is None else first
+            if last_step > iteration:
+                return first, begin
+        elif tag.endswith("-time") and step > iteration:
+            return first, place
+        before = place, tag, step
+    return first, None
+
+
+def _points(path: Path) -> Iterator[tuple[int, str, int]]:
+    """(offset of the record, tag, step) of each event; ends at a record that a kill cut short."""
+    event: Any = optional.require("tensorboard.compat.proto.event_pb2", "tb").Event
+    broken = optional.require("google.protobuf.message", "tb").DecodeError
+    with opened(path) as file:
+        size, place = os.fstat(file.fileno()).st_size, 0
+        while len(header := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(header)
+            end = place + _LENGTH.size + length + _TRAILER_BYTES
+            if end > size:
+                return
+            try:
+                found = event.FromString(file.read(length + _TRAILER_BYTES)[:-_TRAILER_BYTES])
+            except broken:
+                return
+            for value in found.summary.value[:1]:
+                yield place, value.tag, found.step
+            place = end

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import check_loadable, choose, config_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.training.config import saved_config
 from megatron.training.config.check_config import build_report, render_json, render_text
 from megatron.training.config.command_line import (
     CommandLine,
@@ -31,13 +32,6 @@ from megatron.training.config.problems import ConfigurationError, Problem, rende
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
-from megatron.training.config.saved_config import (
-    CHECKPOINT,
-    apply_checkpoint_args,
-    check_config,
-    saved_config,
-    saved_padded_vocabulary,
-)
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json
@@ -52,15 +46,14 @@ SPEAKER_GRACE_S = 3.0
 _ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 80
 _SHAPE = (
-    "--num-layers 2",
-    "--hidden-size 64",
-    "--num-attention-heads 4",
-    "--seq-length 64",
-    "--micro-batch-size 4",
-    "--lr 1e-2",
-    "--train-iters 20",
-    "--log-interval 5",
-    "--eval-iters 2",
+    *(
+        "--num-layers 2",
+        "--hidden-size 64",
+        "--num-attention-heads 4",
+        "--seq-length 64",
+        "--micro-batch-size 4",
+    ),
+    *("--lr 1e-2", "--train-iters 20", "--log-interval 5", "--eval-iters 2"),
 )
 _FSDP = ("--use-custom-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
 _ZERO_BUBBLE = ("--pipeline-model-parallel-size 2", "--enable-zero-bubble", "--global-batch-size 32")
@@ -81,32 +74,34 @@ def launch_config(
     or 2 after the report; 3 when --load names what cannot be loaded, as far as can be told without reading tensors.
     """
     guard_console()
-    words = list(sys.argv[1:] if argv is None else argv)
+    words, env = list(sys.argv[1:] if argv is None else argv), LaunchEnv()
     try:
         env = LaunchEnv.read()
         line = read_command_line(words, extra_args_provider, args_defaults)
-    except LaunchEnvError as error:
-        raise _refuse_launcher(error, words) from None
-    except ConfigurationError as error:
-        raise _refuse(error.problems, LaunchEnv.read(), words) from None
-    try:
         config, problems = _resolved(line, env, needs_data=needs_data)
-        if not problems and not config.training.check_config and config.checkpoint.load is not None:
+        check_only = config.training.check_config
+        if not problems and not check_only and config.checkpoint.load is not None:
             check_loadable(config.checkpoint.load, needed_by=config.checkpoint.needs_checkpoint)
+        if not problems and not check_only:
+            env.check_meeting_place()
+    except LaunchEnvError as error:
+        # Every rank says it: what its variables say of its place cannot be trusted.
+        fix = "set the variable to such a value, or unset it; torchrun sets those that ranks need by itself"
+        raise _refuse([Problem("launcher", (), str(error), fix)], LaunchEnv(), words) from None
+    except ConfigurationError as error:
+        raise _refuse(error.problems, env, words) from None
     except CheckpointError as error:
-        raise _refuse_checkpoint(error, env, words, line) from None
-    if config.training.check_config:
+        raise _refuse_checkpoint(error, env, words, line.values.get("save")) from None
+    if check_only:
         _report(config, problems, env)
         raise SystemExit(int(ExitStatus.CONFIGURATION) if problems else 0)
     if problems and not words and not line.problems:
-        _speak(first_page(sys.orig_argv[0], sys.argv[0], _own_tokenizer(args_defaults or {})), env)
+        # With the flag with which the page's lines overrule a trainer's own tokenizer, which may need more flags.
+        own = ("--tokenizer-type ByteTokenizer",) if "tokenizer_type" in (args_defaults or {}) else ()
+        _speak(first_page(sys.orig_argv[0], sys.argv[0], own), env)
         raise SystemExit(int(ExitStatus.CONFIGURATION))
     if problems:
-        raise _refuse(problems, env, words, config)
-    try:
-        env.check_meeting_place()
-    except LaunchEnvError as error:
-        raise _refuse_launcher(error, words) from None
+        raise _refuse(problems, env, words, config.checkpoint.save)
     if env.rank == 0:
         for warning in config.warnings:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
@@ -134,19 +129,12 @@ def parse_config(
     return config
 
 
-def _refuse_launcher(error: LaunchEnvError, words: Sequence[str]) -> SystemExit:
-    """Every rank says it: what its variables say of its place cannot be trusted."""
-    fix = "set the variable to such a value, or unset it; torchrun sets those that ranks need by itself"
-    return _refuse([Problem("launcher", (), str(error), fix)], LaunchEnv(), words)
-
-
 def _refuse(
-    problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], config: Config | None = None
+    problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], save: str | None = None
 ) -> SystemExit:
     """The exception that ends the process, after local rank 0 has told why."""
     text = render_problems(problems)
     _speak(text, env)
-    save = None if config is None else config.checkpoint.save
     _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
     return SystemExit(int(ExitStatus.CONFIGURATION))
 
@@ -159,13 +147,8 @@ def _speak(text: str, env: LaunchEnv) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _own_tokenizer(args_defaults: Mapping[str, Any]) -> tuple[str, ...]:
-    """The flag with which the first page's lines overrule a trainer's own tokenizer, which may need more flags."""
-    return ("--tokenizer-type ByteTokenizer",) if "tokenizer_type" in args_defaults else ()
-
-
 def _refuse_checkpoint(
-    error: CheckpointError, env: LaunchEnv, words: Sequence[str], line: CommandLine
+    error: CheckpointError, env: LaunchEnv, words: Sequence[str], save: str | None
 ) -> SystemExit:
     """The exception that ends the process when --load names what cannot be loaded. Local rank 0 says it."""
     status = ExitStatus.CHECKPOINT
@@ -173,7 +156,7 @@ def _refuse_checkpoint(
         time.sleep(SPEAKER_GRACE_S)
     else:
         print(f"error (checkpoint, exit status {int(status)}): {error}", file=sys.stderr, flush=True)
-        _record_refusal(status, str(error), env, line.values.get("save"), words)
+        _record_refusal(status, str(error), env, save, words)
     return SystemExit(int(status))
 
 
@@ -193,59 +176,48 @@ def _record_refusal(
 def _resolved(
     line: CommandLine, env: LaunchEnv, *, needs_data: bool, needs_tokenizer: bool = True
 ) -> tuple[Config, list[Problem]]:
+    """The configuration, and all that is wrong with it. Raises CheckpointError."""
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
-    check_only = bool(values.get("check_config"))
+    check_only, load = bool(values.get("check_config")), values.get("load")
     unloadable = _load_problems(values) if check_only and line.complete else []
-    if values.get("use_checkpoint_args") and values.get("load") is not None and not unloadable:
-        saved = saved_config(values["load"], values.get("ckpt_step"))
+    if values.get("use_checkpoint_args") and load is not None and not unloadable:
+        saved = saved_config.saved_config(load, values.get("ckpt_step"))
         if saved is None:
-            warnings.append(f"--use-checkpoint-args: no checkpoint in {values['load']}, the flags count")
+            warnings.append(f"--use-checkpoint-args: no checkpoint in {load}, the flags count")
         else:
             try:
-                values, origin, told = apply_checkpoint_args(values, origin, saved)
+                values, origin, told = saved_config.apply_checkpoint_args(values, origin, saved)
             except ValueError as error:
-                raise CheckpointError(f"{values['load']}: its configuration's {error}") from None
+                raise CheckpointError(f"{load}: its configuration's {error}") from None
             warnings += told
-    has_gpu = env.gpu_present()
     if check_only and values.get("padded_vocab_size") is None:
         # A launch asks one rank once all are there: see session.
-        saved_size = saved_padded_vocabulary(values)
+        saved_size = saved_config.saved_padded_vocabulary(values)
         if saved_size is not None:
-            values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, CHECKPOINT
-    memory_bytes = env.memory_bytes()
+            values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, saved_config.CHECKPOINT
+    has_gpu, memory_bytes = env.gpu_present(), env.memory_bytes()
     machine = Machine(env.world_size, has_gpu, int(memory_bytes) // max(1, env.local_world_size))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
-    situation = RuleContext(
-        config=config,
-        env=env,
-        used=tuple(line.used),
-        has_gpu=has_gpu,
-        check_only=check_only,
-        needs_data=needs_data,
-        needs_tokenizer=needs_tokenizer,
-        memory_bytes=memory_bytes,
-    )
     if not line.complete:
         return config, line.problems
-    broken = [problem for problem in broken_rules(situation) if not _follows(problem, line.problems)]
+    context = RuleContext(
+        config, env, tuple(line.used), has_gpu, check_only, needs_data, needs_tokenizer, memory_bytes
+    )
+    broken = [problem for problem in broken_rules(context) if not _follows(problem, line.problems)]
     return config, line.problems + unloadable + broken
 
 
 def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
     """Under --check-config: why a launch would end with status 3. It reads the checkpoint's manifest, no tensors."""
-    given = {
-        name: values[name]
-        for name in ("load", "finetune", "ckpt_step", "exit_on_missing_checkpoint")
-        if name in values
-    }
-    checkpoint = CheckpointConfig(**given)
+    names = {"load", "finetune", "ckpt_step", "exit_on_missing_checkpoint"}
+    checkpoint = CheckpointConfig(**{name: values[name] for name in names & values.keys()})
     if checkpoint.load is None:
         return []
     try:
         check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
         found = choose(Path(checkpoint.load), checkpoint.ckpt_step).found
         if found is not None and values.get("use_checkpoint_args"):
-            config_of(found, check_config)
+            config_of(found, saved_config.check_config)
     except CheckpointError as error:
         fix = "name a folder that --save has filled, or an empty one and no flag that needs a checkpoint"
         return [Problem("load", ("--load",), f"--load: {error}", fix)]

@@ -24,8 +24,8 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     idle_scheduler,
 )
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
-from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.tensor_parallel.random import fill
 from megatron.core.transport import host_data
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
@@ -98,7 +98,12 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
         _build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
     )
     if spec.splits_backward:
-        _refuse_together(chunks, describe_schedule(config.parallel, spec.schedule), ps)
+        asked = describe_schedule(config.parallel, spec.schedule)
+        told = host_data.all_gather_json(
+            [unsplittable(one.module, asked) for one in chunks], ps.control_group
+        )
+        for why in (why for of_rank in told for why in of_rank if why is not None):
+            raise UnsplittableError(why)
     modules, sinks = [chunk.module for chunk in chunks], [chunk.sink for chunk in chunks]
     _join_uses(modules)
     meta: dict[str, ParamMeta] = {}
@@ -176,21 +181,8 @@ class UnsplittableError(ModelError):
     """Raised on every rank alike, with the same message."""
 
 
-def _refuse_together(chunks: Sequence[Chunk], asked: str, ps: ParallelState) -> None:
-    """Raises UnsplittableError on all ranks if the part of one of them cannot be split. Communicates over the world."""
-    problem = None
-    try:
-        for chunk in chunks:
-            refuse_unsplittable(chunk.module, asked)
-    except UnsplittableError as error:
-        problem = str(error)
-    for told in host_data.all_gather_json(problem, ps.control_group):
-        if told is not None:
-            raise UnsplittableError(told)
-
-
-def refuse_unsplittable(module: nn.Module, asked: str) -> None:
-    """Raises UnsplittableError, naming the first parameter whose backward cannot be split into B and W. asked: the flag
+def unsplittable(module: nn.Module, asked: str) -> str | None:
+    """Why a backward cannot be split into B and W, naming the first such parameter; None where it can. asked: the flag
     that asks for the schedule.
 
     What goes to a sink can wait for W. Gradients of 1-D parameters may be computed in B, whoever does so: they wait for
@@ -208,12 +200,13 @@ def refuse_unsplittable(module: nn.Module, asked: str) -> None:
         else:
             continue
         what = type(module.get_submodule(name.rpartition(".")[0])).__name__
-        raise UnsplittableError(
+        return (
             f"{asked} computes weight gradients apart from the rest of the backward (W, B), and parameter {name!r} of "
             f"{type(module).__name__} (a {what}) {why}: use --pipeline-schedule 1f1b, 1f1b-v, interleaved or gpipe "
             "instead, or layers that put their gradients into a sink (megatron.core.tensor_parallel.layers), with "
             "their param_meta"
         )
+    return None
 
 
 def _join_uses(modules: Sequence[nn.Module]) -> None:

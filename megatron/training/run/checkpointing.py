@@ -23,13 +23,12 @@ from torch import __version__ as torch_version
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.load import find, load_pieces, open_for_inference
+from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import Guard, Log, no_guard, no_log, save
+from megatron.core.dist_checkpointing.save import AsyncSaver, Guard, Log, no_guard, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transformer.transformer_config import ACTIVATIONS
@@ -59,12 +58,9 @@ _UNNAMED = dict.fromkeys(("geglu", "geglu_tanh", "add_attention_output_bias"), F
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a load brought. common: the saved one.
-
-    resumed: False with --finetune: only weights were loaded, the run starts at iteration 0 and nothing in
-    `common` applies. optimizer: the optimizer's tensors were loaded, so its JSON state and the schedule in
-    `common` apply too.
-    """
+    """What a load brought. common: the saved one. resumed: False with --finetune: only weights were loaded, the run
+    starts at iteration 0 and nothing in `common` applies. optimizer: the optimizer's tensors were loaded, so its JSON
+    state and the schedule in `common` apply too."""
 
     directory: Path
     iteration: int
@@ -86,10 +82,10 @@ class Checkpointer:
         self, ps: ParallelState, config: CheckpointConfig, *, log: Log = no_log, guard: Guard = no_guard
     ) -> None:
         self._ps, self._config, self._log, self._guard = ps, config, log, guard
+        self._say = log if ps.rank == 0 else no_log
         self._cache, self._async = PlanCache(), AsyncSaver(log, guard)
-        self._owned: set[int] | None = (
-            None  # iterations in --save that are this run's; None: all, until `load`
-        )
+        # Iterations in --save that are this run's; None: all, until `load`.
+        self._owned: set[int] | None = None
         self._place = metrics.PLACE.format(
             tp=ps.tp_rank + 1, tp_size=ps.tp_size, pp=ps.pp_rank + 1, pp_size=ps.pp_size
         )
@@ -121,14 +117,14 @@ class Checkpointer:
         per_rank = {} if flags.no_save_rng else {"rng": rng_state(self._ps.device)}
         self._say(metrics.SAVING.format(iteration=iteration, directory=root, format="torch_dist"))
         content = root, iteration, pieces, common, per_rank, self._ps
-        retain, owned, cache = flags.save_retain_interval, self._owned, self._cache
+        options: dict[str, Any] = {"retain_interval": flags.save_retain_interval, "owned": self._owned}
+        options |= {"cache": self._cache, "log": self._log, "guard": self._guard}
         if not flags.async_save:
-            guarded: dict[str, Any] = {"log": self._log, "guard": self._guard}
-            directory = save(*content, retain_interval=retain, owned=owned, cache=cache, **guarded)
+            directory = save(*content, **options)
             self._saved(iteration)
             return directory
         earlier = self._async.in_flight
-        done = self._async.save(*content, retain_interval=retain, owned=owned, cache=cache)
+        done = self._async.save(*content, **options)
         if done is not None and earlier is not None:
             self._saved(earlier)
         self._say(f"scheduled an async checkpoint save at iteration {iteration:7d} to {root}")
@@ -140,7 +136,7 @@ class Checkpointer:
         Call it once a step at the same place on every rank, and with `blocking` before leaving.
         """
         iteration = self._async.in_flight
-        directory = self._async.maybe_finalize(self._ps, blocking)
+        directory = self._async.maybe_finalize(blocking)
         if directory is not None and iteration is not None:
             self._saved(iteration)
         return directory
@@ -159,12 +155,9 @@ class Checkpointer:
         weights mean. check_state(found, with_optimizer): refuses a `common` that the caller cannot go on from. Raises
         CheckpointError on all ranks together, before any tensor is touched, unless what was saved is not finite.
         """
-        flags = self._config
-        choice = (
-            catalog.LoadChoice(None, ())
-            if flags.load is None
-            else find(flags.load, self._ps, flags.ckpt_step)
-        )
+        flags, choice = self._config, catalog.LoadChoice(None, ())
+        if flags.load is not None:
+            choice = find(flags.load, self._ps, flags.ckpt_step)
         with step() as claimed:
             if self._ps.rank == 0:  # who commits
                 self._own(choice.found)
@@ -191,27 +184,23 @@ class Checkpointer:
         prefixes = (MODEL_PREFIX, OPTIMIZER_PREFIX) if with_optimizer else (MODEL_PREFIX,)
         load_pieces(found, pieces, self._ps, prefixes=prefixes, convert=not with_optimizer)
         _refuse_nonfinite(found, pieces, self._ps)
-        manifest = found.manifest
         if with_rng:
-            self._restore_rng(found)
-        if manifest.torch_version != torch_version:
+            there, here = len(found.manifest.per_rank), self._ps.world_size
+            if there != here:
+                self._say(
+                    f"random generators: the checkpoint has those of {there} ranks, this has {here}: ranks without one "
+                    "keep fresh seeds"
+                )
+            self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
+        if (theirs := found.manifest.torch_version) != torch_version:
             self._say(
-                f"the checkpoint was written with torch {manifest.torch_version}, this is {torch_version}: numbers "
+                f"the checkpoint was written with torch {theirs}, this is {torch_version}: numbers "
                 "may differ in the last bits"
             )
         iteration = 0 if flags.finetune else found.iteration
         place = self._place
         self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=place))
-        return Restored(found.directory, iteration, manifest.common, not flags.finetune, with_optimizer)
-
-    def _restore_rng(self, found: Found) -> None:
-        there, here = len(found.manifest.per_rank), self._ps.world_size
-        if there != here:
-            self._say(
-                f"random generators: the checkpoint has those of {there} ranks, this has {here}: ranks without "
-                "one keep fresh seeds"
-            )
-        self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
+        return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
 
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
         """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
@@ -254,10 +243,6 @@ class Checkpointer:
         save, place = self._config.save, self._place
         self._say(metrics.SAVED.format(iteration=iteration, directory=save, place=place))
 
-    def _say(self, line: str) -> None:
-        if self._ps.rank == 0:
-            self._log(line)
-
 
 def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelState | None = None) -> None:
     """Nothing can come of weights that had gone wrong: `save` refuses them, earlier versions did not."""
@@ -297,7 +282,9 @@ def load_for_inference(
 
     Raises CheckpointError when the folder holds no valid checkpoint.
     """
-    found = open_for_inference(load_dir, ckpt_step)
+    choice = catalog.choose(Path(load_dir), ckpt_step)
+    if (found := choice.found) is None:
+        raise CheckpointError("; ".join(choice.notes))
 
     def load(pieces: Sequence[LocalPiece]) -> None:
         load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))

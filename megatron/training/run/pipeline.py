@@ -31,7 +31,6 @@ from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
-from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.report.session import Session
@@ -42,9 +41,9 @@ from megatron.training.report.step_metrics import (
     evaluate_loss,
     loss_to_differentiate,
 )
-from megatron.training.report.timers import Timers
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline_memory import check_validated, settled
-from megatron.training.run.step_batches import StepBatches
+from megatron.training.state import StepTask
 
 
 @dataclasses.dataclass
@@ -59,31 +58,30 @@ class _Step:
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    spec: by which steps are planned. per_token_loss: `--calculate-per-token-loss`. work: of all stages, what their
-    units take by formula, see `units_of_all_stages`. recorder: of the measured timeline,
-    if any. profiler: of what the schedule is solved again for, if it is to be measured.
+    spec: by which steps are planned. work: of all stages, what their units take by formula, see `units_of_all_stages`.
+    recorder: of the measured timeline, if any. profiler: of what the schedule is solved again for, if it is to be
+    measured. validator: to be set before the first `train_and_step`.
     """
 
     def __init__(
         self,
-        spec: ScheduleSpec,
-        ps: ParallelState,
+        session: Session,
         engine: Engine,
         forward_step: ForwardStep,
-        timers: Timers,
+        spec: ScheduleSpec,
         *,
-        per_token_loss: bool,
         work: Sequence[StageUnits] | None = None,
         recorder: Recorder | None = None,
         profiler: Profiler | None = None,
     ) -> None:
         self.profiler = profiler
-        self._ps, self._engine, self._timers = ps, engine, timers
-        self._forward_step, self._per_token_loss = forward_step, per_token_loss
+        self._ps, self._timers, self._engine = session.ps, session.timers, engine
+        self._forward_step = forward_step
+        self._per_token_loss = session.config.model.calculate_per_token_loss
         recorders = [one for one in (recorder, profiler) if one is not None]
         self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
-        self._channel = P2P(ps)
-        self._validator: PostValidator | None = None
+        self._channel = P2P(session.ps)
+        self.validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
         self._stages: Mapping[int, Stage] = self._own_stages
@@ -95,7 +93,7 @@ class PipelineRunner:
         residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
         self.spec = spec.bare
         if residency.moves:
-            units = units_of_all_stages(engine.model, spec.local_stages(ps.pp_rank), work)
+            units = units_of_all_stages(engine.model, spec.local_stages(self._ps.pp_rank), work)
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             self.wire = measured_wire(engine.model)
             watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
@@ -104,32 +102,26 @@ class PipelineRunner:
         self.step_s = 0.0  # of the last training step, until its gradients were summed
         self._began_s = 0.0
 
-    def train(
-        self, batches: StepBatches, *, iteration: int, num_microbatches: int, reduce_gradients: bool = True
-    ) -> StepMetrics:
+    def train(self, batches: StepBatches, task: StepTask, *, reduce_gradients: bool = True) -> StepMetrics:
         """Forward and backward of every microbatch; main gradients hold the sums afterwards.
 
         With `reduce_gradients` they are summed over data parallel ranks too, complete on return; without, they stay
         this rank's own. Communicates over the pipeline and over dp_reduce.
         """
-        self._engine.model.begin_step(num_microbatches, reduce_gradients=reduce_gradients)
-        step = self._begin(batches, iteration)
-        self._execute(num_microbatches, iteration, PlanPurpose.TRAIN)
+        self._engine.model.begin_step(task.num_microbatches, reduce_gradients=reduce_gradients)
+        step = self._begin(batches, task)
+        self._execute(task, PlanPurpose.TRAIN)
         numbers = self.finish_gradients() if reduce_gradients else self._named(step.numbers, True)
         self._step = None
         return numbers
 
-    def validate_by(self, validator: PostValidator) -> None:
-        """Before the first `train_and_step`."""
-        self._validator = validator
-
-    def train_and_step(self, batches: StepBatches, *, iteration: int, num_microbatches: int) -> bool:
+    def train_and_step(self, batches: StepBatches, task: StepTask) -> bool:
         """As `train`, by a plan in which the last step is decided on and this one is made: by the validator, whose
         owner calls `finish_gradients`. False where the decision stopped it, see `Executor.run`."""
-        self._begin(batches, iteration)
-        keep = self._validator is not None and self._validator.pending
-        self._engine.model.begin_step(num_microbatches, keep_gradients=keep)
-        done = self._execute(num_microbatches, iteration, PlanPurpose.TRAIN_AND_STEP)
+        self._begin(batches, task)
+        keep = self.validator is not None and self.validator.pending
+        self._engine.model.begin_step(task.num_microbatches, keep_gradients=keep)
+        done = self._execute(task, PlanPurpose.TRAIN_AND_STEP)
         self._step = None
         return done
 
@@ -143,18 +135,16 @@ class PipelineRunner:
         self.step_s = time.monotonic() - self._began_s
         return self._named(self._step.numbers, True)
 
-    def evaluate(
-        self, batches: StepBatches, numbers: StepMetrics, *, iteration: int, num_microbatches: int
-    ) -> None:
+    def evaluate(self, batches: StepBatches, numbers: StepMetrics, task: StepTask) -> None:
         """Forward only, without dropout or gradients; losses are added to `numbers`. Communicates over the pipeline."""
-        self._step = _Step(batches, iteration, numbers)
+        self._begin(batches, task, numbers)
         self._engine.model.settle_weights()  # a plan of forwards gathers only what comes and goes
         modules = [chunk.module for chunk in self._engine.chunks]
         was_training = [module.training for module in modules]
         for module in modules:
             module.eval()
         with torch.no_grad():
-            self._execute(num_microbatches, iteration, PlanPurpose.EVALUATE)
+            self._execute(task, PlanPurpose.EVALUATE)
         self._step = None
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
@@ -190,8 +180,10 @@ class PipelineRunner:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _begin(self, batches: StepBatches, iteration: int) -> _Step:
-        self._step = _Step(batches, iteration, StepMetrics(self._ps.device.torch_device))
+    def _begin(self, batches: StepBatches, task: StepTask, numbers: StepMetrics | None = None) -> _Step:
+        if numbers is None:
+            numbers = StepMetrics(self._ps.device.torch_device)
+        self._step = _Step(batches, task.iteration, numbers)
         return self._step
 
     def _named(self, numbers: StepMetrics, training: bool) -> StepMetrics:
@@ -202,27 +194,26 @@ class PipelineRunner:
             numbers.agree(self._loss_names[training])
         return numbers
 
-    def _execute(self, num_microbatches: int, iteration: int, purpose: PlanPurpose) -> bool:
-        key = (num_microbatches, purpose)
+    def _execute(self, task: StepTask, purpose: PlanPurpose) -> bool:
+        key = (task.num_microbatches, purpose)
         if key not in self._executors:
-            self._executors[key] = self._executor(num_microbatches, purpose)
+            self._executors[key] = self._executor(*key)
         self._began_s = time.monotonic()
-        return self._executors[key].run(iteration)
+        return self._executors[key].run(task.iteration)
 
     def _executor(self, num_microbatches: int, purpose: PlanPurpose) -> Executor:
-        training = purpose is not PlanPurpose.EVALUATE
-        handlers: Mapping[Kind, Handler] | None = None
+        handlers: dict[Kind, Handler] = {}
         validation: Validation | None = None
         if purpose is PlanPurpose.TRAIN_AND_STEP:
-            assert self._validator is not None, "train_and_step() before validate_by()"
-            handlers, validation = self._validator.handlers, Validation(self._validator.decide, self._forget)
-            step = handlers[Kind.STEP]
+            assert self.validator is not None, "train_and_step() without a validator"
+            validation = Validation(self.validator.decide, self._forget)
+            step = self.validator.handlers[Kind.STEP]
 
             def timed_step(op: RawOp) -> None:
                 with self._timers("optimizer", log_level=1):
                     step(op)
 
-            handlers = {**handlers, Kind.STEP: timed_step}
+            handlers = {**self.validator.handlers, Kind.STEP: timed_step}
         units = self.spec.stages_units
         return Executor(
             plan_for(self.spec, num_microbatches, purpose),
@@ -232,7 +223,7 @@ class PipelineRunner:
             self._engine.model,
             units=None if units is None else {stage: units[stage] for stage in self._own_stages},
             boundaries=self._boundaries,
-            recorder=self._recorder if training else None,
+            recorder=None if purpose is PlanPurpose.EVALUATE else self._recorder,
             handlers=handlers,
             validation=validation,
         )
@@ -284,21 +275,25 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
+    profiler = None
+    if session.ps.pp_size > 1:  # there are messages
+        live, (start, end) = engine.memory_tracker.live, parallel.timers_window
+        profiler = Profiler(
+            session.device,
+            session.ps.pp_group.ranks,
+            start=start,
+            end=end,
+            interval=session.config.logging.log_interval,
+            transient_bytes=lambda: sum(live(kind) for kind in ("gathered", "grads", "extra")),
+        )
     runner = PipelineRunner(
-        spec,
-        session.ps,
+        session,
         engine,
         forward_step,
-        session.timers,
-        per_token_loss=session.config.model.calculate_per_token_loss,
+        spec,
         work=spec.stages_units or session.config.staged_model.work_of_units(spec),
         recorder=recorder,
-        profiler=Profiler.of_run(
-            session.ps,
-            parallel.timers_window,
-            session.config.logging.log_interval,
-            lambda: sum(engine.memory_tracker.live(kind) for kind in ("gathered", "grads", "extra")),
-        ),
+        profiler=profiler,
     )
     if recorder is not None:
         recorder.lanes, recorder.at_rest = runner.spec.with_lanes(runner.wire), engine.persistent_bytes()

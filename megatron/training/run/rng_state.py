@@ -12,19 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.core import schema
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.schema import (
-    Check,
-    Place,
-    Schema,
-    check,
-    integer,
-    number,
-    one_of,
-    optional,
-    or_null,
-)
+from megatron.core.schema import Check, Place, Schema
 
 _WAY_ON = "--no-load-rng goes on without it"
 _UNNAMED = Place(Path("the checkpoint"), "rng", CheckpointError)
@@ -46,17 +37,21 @@ def _base64(num_bytes: int | None = None) -> Check:
 
 # Of the Mersenne twister, which Python and NumPy share: 624 words, and the place of the next one.
 _WORDS = 624
-_GAUSS = number(-100.0, 100.0)  # the second of two normal numbers: further out lies none
+_GAUSS = schema.number(-100.0, 100.0)  # the second of two normal numbers: further out lies none
 SCHEMA: Schema = {
-    "python": {"version": one_of(3), "words": _base64(4 * _WORDS + 4), "gauss": or_null(_GAUSS)},
+    "python": {
+        "version": schema.one_of(3),
+        "words": _base64(4 * _WORDS + 4),
+        "gauss": schema.or_null(_GAUSS),
+    },
     "numpy": {
-        "bit_generator": one_of("MT19937"),
+        "bit_generator": schema.one_of("MT19937"),
         "key": _base64(4 * _WORDS),
-        "pos": integer(high=_WORDS),
-        "has_gauss": one_of(0, 1),
+        "pos": schema.integer(high=_WORDS),
+        "has_gauss": schema.one_of(0, 1),
         "gauss": _GAUSS,
     },
-    "torch": {"cpu": _base64(), "cuda": optional(_base64())},
+    "torch": {"cpu": _base64(), "cuda": schema.optional(_base64())},
 }
 
 
@@ -81,7 +76,7 @@ def rng_state(device: Device) -> dict[str, Any]:
 def check_rng_state(state: Any, place: Place) -> None:
     """Raises CheckpointError naming what of a saved state is none."""
     try:
-        check(SCHEMA, state, place)
+        schema.check(SCHEMA, state, place)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {_WAY_ON}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,11 @@ from megatron.core.pipeline_parallel.plan.planned_residency import kept_grouping
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.schema import Place, Schema, array, check, integer, one_of
 from megatron.training.config.microbatches import ends_at
-from megatron.training.engine import Engine
-from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA, NanPolicy
-from megatron.training.report.reporter import Reporter
-from megatron.training.report.session import Session
+from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA
 from megatron.training.run.checkpointing import Checkpointer, Restored
-from megatron.training.run.data import DataIterators, first_difference
-from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.state import TRAIN_STATE_SCHEMA, TrainState
+from megatron.training.run.data import first_difference
+from megatron.training.run.parts import RunParts
+from megatron.training.state import TRAIN_STATE_SCHEMA
 
 SECTIONS: Mapping[str, Schema] = {"train_state": TRAIN_STATE_SCHEMA, "nan_policy": NAN_POLICY_SCHEMA}
 OPTIMIZER_SECTIONS: Mapping[str, Schema] = {
@@ -71,35 +67,26 @@ def check_state(found: Found, with_optimizer: bool) -> None:
             check(integer(high=getattr(manifest, limit)), value, place.at(f"{section}.{name}"))
 
 
-@dataclasses.dataclass
 class RunCheckpoints:
-    """Saves and loads the state of a run. reporter: is told of committed checkpoints. last: directory of the newest
-    complete checkpoint. Every method communicates over the world: all ranks call it together."""
+    """Saves and loads the state of a run. last: directory of the newest complete checkpoint. Every method communicates
+    over the world: all ranks call it together."""
 
-    session: Session
-    engine: Engine
-    state: TrainState
-    nan_policy: NanPolicy
-    runner: PipelineRunner | None = None
-    reporter: Reporter | None = None
-    last: str | None = None
-
-    def __post_init__(self) -> None:
-        session, self._flags = self.session, self.session.config.checkpoint
+    def __init__(self, parts: RunParts) -> None:
+        self._parts, self._session, self._engine = parts, parts.session, parts.engine
+        session, self._flags = parts.session, parts.session.config.checkpoint
         log, guard = session.print_rank_0, session.folder.check
         self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard)
         self._saved_data: Any = None  # `GPTDataset.description` of the checkpoint that was loaded
-        self._data: Any = None  # and of this run's
+        self.last: str | None = None
 
     # --- at the start
 
     def load(self) -> None:
         """Put back what --load names, if anything. Raises what `Checkpointer.load` does."""
-        engine, config = self.engine, self.session.config.flat()
-        with self.session.watchdog.phase("load"), engine.model.buffer.resting_weights():
-            restored = self._checkpointer.load(
-                engine.model_pieces(), engine.optimizer.pieces(), config=config, check_state=check_state
-            )
+        engine, config = self._engine, self._session.config.flat()
+        with self._session.watchdog.phase("load"), engine.model.buffer.resting_weights():
+            pieces = engine.model_pieces(), engine.optimizer.pieces()
+            restored = self._checkpointer.load(*pieces, config=config, check_state=check_state)
             if restored is not None and not restored.optimizer:
                 engine.model.buffer.copy_weights_to_main()
         if restored is None:
@@ -109,35 +96,33 @@ class RunCheckpoints:
             self._resume(restored)
 
     def _resume(self, restored: Restored) -> None:
-        common, engine = restored.common, self.engine
-        self.state.load_state(common["train_state"])
-        self.nan_policy.load_state(common["nan_policy"])
+        common, parts, tell = restored.common, self._parts, self._session.print_rank_0
+        parts.state.load_state(common["train_state"])
+        parts.policy.load_state(common["nan_policy"])
         for name in OPTIMIZER_SECTIONS if restored.optimizer else ():
             try:
-                told = getattr(engine, name).load_state(common[name])
+                told = getattr(self._engine, name).load_state(common[name])
             except (CheckpointError, OptimizerStateError, GradScalerStateError) as error:
                 path = restored.directory / MANIFEST_NAME
                 raise CheckpointError(f"{path}: field 'common.{name}': {error}") from None
             if told is not None:
-                self.session.print_rank_0(told)
-        if self.runner is not None:
-            saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
-            taken, lines = kept_groupings(self.runner.spec, saved)
-            self.runner.keep_groupings(taken)
-            self.session.print_rank_0(*lines)
+                tell(told)
+        saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
+        taken, lines = kept_groupings(parts.pipeline.spec, saved)
+        parts.pipeline.keep_groupings(taken)
+        tell(*lines)
         self._saved_data = common.get("data")
         self.last = str(restored.directory)
 
-    def compare_data(self, data: DataIterators) -> None:
+    def compare_data(self) -> None:
         """Say so when a resumed run would not see the samples that the saved one would have seen."""
-        saved, here = self._saved_data, data.description
-        self._data = here
+        saved, here = self._saved_data, self._parts.data.description
         difference = None if saved is None or here is None else first_difference(saved, here)
         if difference is not None:
-            self.session.print_rank_0(
+            self._session.print_rank_0(
                 f"WARNING: the training data is not the checkpoint's ({difference}): from sample "
-                f"{self.state.consumed_train_samples} on this run sees other samples than the saved run would have, "
-                "perhaps some of them again"
+                f"{self._parts.state.consumed_train_samples} on this run sees other samples than the saved run would "
+                "have, perhaps some of them again"
             )
 
     # --- between iterations
@@ -148,25 +133,22 @@ class RunCheckpoints:
 
     def save(self, *, wait: bool = True) -> None:
         """Save everything that an exact resume needs. wait: until it is committed, also with --async-save."""
-        state, engine = self.state, self.engine
+        session, engine, state = self._session, self._engine, self._parts.state
         common = {
             "iteration": state.iteration,
             "consumed_train_samples": state.consumed_train_samples,
             "train_state": state.state(),
             **{name: getattr(engine, name).state() for name in OPTIMIZER_SECTIONS},
-            "nan_policy": self.nan_policy.state(),
-            "config": self.session.config.flat(),
-            "data": self._data,
+            "nan_policy": self._parts.policy.state(),
+            "config": session.config.flat(),
+            "data": self._parts.data.description,
         }
-        if self.runner is not None and (residencies := self.runner.residencies):
+        if residencies := self._parts.pipeline.residencies:
             common["groupings"] = [
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]
-        phase, timer = (
-            self.session.watchdog.phase("save"),
-            self.session.timers("save-checkpoint", log_level=1),
-        )
-        with phase, timer, engine.model.buffer.rounded_weights():
+        timer = session.timers("save-checkpoint", log_level=1)
+        with session.watchdog.phase("save"), timer, engine.model.buffer.rounded_weights():
             pieces = engine.model_pieces(), engine.optimizer.pieces()
             directory = self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
         self._committed(directory)
@@ -177,8 +159,6 @@ class RunCheckpoints:
 
     def _committed(self, directory: Path | None) -> None:
         """directory: None where nothing was committed now."""
-        if directory is None:
-            return
-        self.last = str(directory)
-        assert self.reporter is not None, "a checkpoint of a run that nobody reports"
-        self.reporter.saved(int(directory.name.removeprefix("iter_")), str(directory))
+        if directory is not None:
+            self.last = str(directory)
+            self._parts.reporter.saved(int(directory.name.removeprefix("iter_")), self.last)

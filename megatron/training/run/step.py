@@ -16,44 +16,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.transport import collectives, host_data
-from megatron.core.transport.parallel_state import ParallelState
-from megatron.training.config.config import Config
-from megatron.training.engine import Engine
-from megatron.training.guard.nan_policy import (
-    NanPolicy,
-    NonFiniteError,
-    RerunResult,
-    StepAction,
-    Verdict,
-    compare_rerun,
-)
-from megatron.training.guard.watchdog import Watchdog
+from megatron.training.guard.nan_policy import NonFiniteError, RerunResult, StepAction, Verdict, compare_rerun
 from megatron.training.guard.weight_check import WeightCheck, find_site, step_digest
 from megatron.training.report.step_metrics import StepMetrics, Totals
-from megatron.training.report.timers import RunClock, Timers
-from megatron.training.run.pipeline import PipelineRunner
-from megatron.training.run.step_batches import StepBatches
+from megatron.training.run.data import StepBatches
+from megatron.training.run.parts import RunParts
 from megatron.training.state import StepResult, StepTask
-
-
-class Steps(Protocol):
-    """What the loop asks of whoever runs its steps."""
-
-    @property
-    def num_undecided(self) -> int:
-        """Steps that have run and are not decided on."""
-
-    def step(self, batches: StepBatches, task: StepTask) -> Iterable[StepResult]:
-        """Train on the next microbatches of this rank; gives the steps decided on meanwhile, in order. One that asks
-        for an end (flags) is the last of them: nothing is begun behind it. Raises NonFiniteError and
-        NonFiniteWeightsError, on every rank alike, behind the last that was decided on."""
-
-    def settle(self, batches: StepBatches) -> Iterable[StepResult]:
-        """Decide on what is not decided on: before weights are saved or evaluated. Raises as `step`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,35 +38,38 @@ class Attempt:
     num_zeros: int | None
 
 
-@dataclasses.dataclass
 class StepRunner:
-    """Runs optimizer steps over one engine, each to its end."""
+    """Runs optimizer steps over one engine, each to its end.
 
-    config: Config
-    ps: ParallelState
-    engine: Engine
-    runner: PipelineRunner
-    nan_policy: NanPolicy
-    timers: Timers
-    watchdog: Watchdog
-    clock: RunClock
-    num_undecided = 0
+    `step` and `settle` raise NonFiniteError and NonFiniteWeightsError, on every rank alike, behind the last step that
+    was decided on.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self.parts, self.engine = parts, parts.engine
+        self.config, self.ps = parts.session.config, parts.session.ps
+
+    @property
+    def num_undecided(self) -> int:
+        """Steps that have run and are not decided on."""
+        return 0
 
     def step(self, batches: StepBatches, task: StepTask) -> Iterable[StepResult]:
-        """See `Steps`."""
+        """Train on the next microbatches of this rank; gives the steps decided on meanwhile, in order. One that asks
+        for an end (flags) is the last of them: nothing is begun behind it. Communicates over the world."""
         batches.begin_step()
         attempt = self._attempt(batches, task)
         verdict = self.verdict(nonfinite=attempt.nonfinite and self.checks)
         return [self.conclude(attempt, verdict, batches, task)]
 
     def settle(self, batches: StepBatches) -> Iterable[StepResult]:
-        """See `Steps`."""
+        """Decide on what is not decided on: before weights are saved or evaluated."""
         return ()
 
     def verdict(self, *, nonfinite: bool, rerun: RerunResult = RerunResult.NOT_RUN) -> Verdict:
         """What --nan-policy makes of a step, the same on all ranks."""
         at_minimum = self.engine.scaler.at_minimum
-        return self.nan_policy.decide(nonfinite=nonfinite, rerun=rerun, scale_at_minimum=at_minimum)
+        return self.parts.policy.decide(nonfinite=nonfinite, rerun=rerun, scale_at_minimum=at_minimum)
 
     def conclude(
         self,
@@ -103,7 +77,6 @@ class StepRunner:
         verdict: Verdict,
         batches: StepBatches,
         task: StepTask,
-        *,
         rolled_back: bool = False,
     ) -> StepResult:
         """Do as decided with a step whose gradients are there, and that has changed nothing, or nothing any more
@@ -112,7 +85,7 @@ class StepRunner:
         if verdict.decision is StepAction.RERUN:
             attempt, verdict = self._rerun(attempt, batches, task)
         if verdict.decision is StepAction.ABORT:
-            numbers = self._run(batches, task, reduce_gradients=False)
+            numbers = self.parts.pipeline.train(batches, task, reduce_gradients=False)
             site = find_site(numbers.first_nonfinite_microbatch, engine, self.ps)
             raise NonFiniteError(site, task.iteration, verdict)
         if verdict.decision is not StepAction.SKIP:
@@ -122,24 +95,24 @@ class StepRunner:
                 check = WeightCheck(engine, self.ps)
                 engine.model.weights_changed()
                 check.passed(task.iteration)
-        return self.decided(attempt, verdict, task, loss_scale, rolled_back=rolled_back)
+        return self.counted(attempt, verdict, task, loss_scale, rolled_back, self.parts.clock.now())
 
-    def decided(
+    def counted(
         self,
         attempt: Attempt,
         verdict: Verdict,
         task: StepTask,
         loss_scale: float,
-        *,
-        ended_at: float | None = None,
-        rolled_back: bool = False,
+        rolled_back: bool,
+        ended_at: float,
     ) -> StepResult:
-        """Move the clocks of a step that is as it will stay: loss scale, learning rate. ended_at: None: now."""
+        """Move the clocks of a step that is as it will stay: loss scale, learning rate."""
         engine, skipped = self.engine, verdict.decision is StepAction.SKIP
         engine.scaler.update(skipped)
         if not skipped:
-            samples = task.num_microbatches * self.config.training.micro_batch_size * self.ps.dp_size
-            engine.scheduler.step(samples)
+            engine.scheduler.step(
+                task.num_microbatches * self.config.training.micro_batch_size * self.ps.dp_size
+            )
         return StepResult(
             task,
             losses=attempt.totals.losses,
@@ -151,14 +124,14 @@ class StepRunner:
             num_zeros=None if skipped else attempt.num_zeros,
             skipped=skipped,
             note=verdict.reason,
-            ended_at=self.clock.now() if ended_at is None else ended_at,
+            ended_at=ended_at,
             rolled_back=rolled_back,
         )
 
     @property
     def checks(self) -> bool:
         """Whether what is not finite is not stepped on."""
-        return self.config.reliability.check_for_nan_in_loss_and_grad or self.nan_policy.dynamic_loss_scale
+        return self.config.reliability.check_for_nan_in_loss_and_grad or self.parts.policy.dynamic_loss_scale
 
     def divisor(self, num_tokens: float, num_microbatches: int) -> float:
         """What the summed gradients are divided by: see [Note: where gradients are divided]."""
@@ -170,15 +143,15 @@ class StepRunner:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of the step, for the watchdog and the timers of level 1, which start together on all ranks."""
-        log = self.config.logging
+        session, log = self.parts.session, self.config.logging
         if log.barrier_with_L1_time and log.timing_log_level > 0:
             collectives.barrier(self.ps.control_group)
-        with self.watchdog.phase(name), self.timers(name, log_level=1):
+        with session.watchdog.phase(name), session.timers(name, log_level=1):
             yield
 
     def _attempt(self, batches: StepBatches, task: StepTask) -> Attempt:
         with self.phase("forward-backward"):
-            numbers = self._run(batches, task, reduce_gradients=True)
+            numbers: StepMetrics = self.parts.pipeline.train(batches, task)
         with self.phase("grad-norm"):
             totals = numbers.reduce(self.ps, task.flags)
             divisor = self.divisor(totals.num_tokens, task.num_microbatches)
@@ -186,10 +159,6 @@ class StepRunner:
             stats = self.engine.optimizer.prepare(divisor, count_zero_grads=counts)
         nonfinite = totals.nonfinite_microbatches > 0 or stats.nonfinite
         return Attempt(totals, divisor, stats.norm, nonfinite, stats.num_zeros)
-
-    def _run(self, batches: StepBatches, task: StepTask, *, reduce_gradients: bool) -> StepMetrics:
-        sizes = {"iteration": task.iteration, "num_microbatches": task.num_microbatches}
-        return self.runner.train(batches, **sizes, reduce_gradients=reduce_gradients)
 
     def _rerun(self, first: Attempt, batches: StepBatches, task: StepTask) -> tuple[Attempt, Verdict]:
         """The same step again, from the same weights, batches and dropout masks."""

@@ -154,7 +154,8 @@ class _Run:
             error = limit_behind(error) or error
         status = exit_status.status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
-            self._report(error, status, diagnose=None if watchdog is None else watchdog.diagnose)
+            diagnose = None if watchdog is None else watchdog.diagnose
+            exit_status.report_failure(error, STATUS_TABLE, diagnose=diagnose, **self._record_of(status))
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
@@ -164,34 +165,27 @@ class _Run:
         """The same from a side thread, while the main one may be in a collective: this rank must not go on."""
         status = exit_status.status_of(error, STATUS_TABLE)
         try:
-            self._report(error, status)
+            exit_status.report_failure(error, STATUS_TABLE, **self._record_of(status))
             if self.session is not None:
                 self.session.watchdog.close(reason=str(error))
             self.folder.release()
         finally:
             exit_status.hard_exit(status)
 
-    def _how_far(self) -> dict[str, Any]:
-        """What an exit record says of the run: this rank, its last completed iteration, the newest checkpoint."""
+    def _record_of(self, status: ExitStatus) -> dict[str, Any]:
+        """Where an exit record goes, and what it says of the run: this rank, its last completed iteration, the newest
+        checkpoint."""
         loop = self.loop
         return {
+            "directory": self.folder.for_exit_record(status),
             "rank": self.env.rank,
             "iteration": None if loop is None else loop.state.iteration,
             "checkpoint": None if loop is None else loop.checkpoints.last,
         }
 
-    def _report(
-        self, error: BaseException, status: ExitStatus, *, diagnose: Callable[[], str] | None = None
-    ) -> None:
-        directory = self.folder.for_exit_record(status)
-        exit_status.report_failure(
-            error, STATUS_TABLE, directory=directory, diagnose=diagnose, **self._how_far()
-        )
-
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
-        directory = self.folder.for_exit_record(ExitStatus.STOPPED)
-        status = exit_status.second_signal(signum, directory, **self._how_far())
+        status = exit_status.second_signal(signum, **self._record_of(ExitStatus.STOPPED))
         self.folder.release()
         return status
 
@@ -200,8 +194,9 @@ class _Run:
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
         if self.env.rank == 0:
-            record = ExitRecord.of(ending.status, ending.reason, **self._how_far())
-            exit_status.leave_exit_json(self.folder.for_exit_record(ending.status), record)
+            how_far = self._record_of(ending.status)
+            directory = how_far.pop("directory")
+            exit_status.leave_exit_json(directory, ExitRecord.of(ending.status, ending.reason, **how_far))
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

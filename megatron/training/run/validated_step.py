@@ -20,16 +20,12 @@ from typing import Any
 from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
-from megatron.core.transport.parallel_state import ParallelState
-from megatron.training.config.config import Config
-from megatron.training.engine import Engine
-from megatron.training.guard.nan_policy import NanPolicy, StepAction, Verdict
+from megatron.training.guard.nan_policy import StepAction, Verdict
 from megatron.training.guard.weight_check import WeightCheck
 from megatron.training.report.step_metrics import StepMetrics, Totals
-from megatron.training.report.timers import RunClock
-from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.data import StepBatches
+from megatron.training.run.parts import RunParts
 from megatron.training.run.step import Attempt, StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepResult, StepTask
 
 
@@ -45,41 +41,29 @@ class _Undecided:
     ended_at: float | None = None
 
 
-class ValidatedStepRunner:
-    """`step.Steps` over the validator of this rank, whose `StepOwner` it is. steps: for what has to be run in the old
-    way: a step once more, or the search for what is not finite. begins: is told of the iteration of a step that is run
-    so, although the one behind it had begun."""
+class ValidatedStepRunner(StepRunner):
+    """Steps over the validator of this rank, whose `StepOwner` it is. What has to be run in the old way is: a step once
+    more, or the search for what is not finite. begins: is told of the iteration of a step that is run so, although the
+    one behind it had begun."""
 
-    def __init__(
-        self,
-        config: Config,
-        ps: ParallelState,
-        engine: Engine,
-        runner: PipelineRunner,
-        nan_policy: NanPolicy,
-        steps: StepRunner,
-        clock: RunClock,
-        begins: Callable[[int], None],
-    ) -> None:
-        self._begins = begins
-        self._config, self._ps, self._engine, self._runner = config, ps, engine, runner
-        self._nan_policy, self._steps, self._clock = nan_policy, steps, clock
+    def __init__(self, parts: RunParts, begins: Callable[[int], None]) -> None:
+        super().__init__(parts)
+        config, self._begins = self.config, begins
         self._running: StepTask | None = None
         self._undecided: _Undecided | None = None
         self._failed: tuple[_Undecided, StepOutcome, Verdict] | None = None
         self._check: WeightCheck | None = None  # of a step that is not decided on
         self._results: list[tuple[StepResult, WeightCheck]] = []
-        self._validator = PostValidator(
-            engine.optimizer,
-            StateChannel(ps),
+        self._validator = parts.pipeline.validator = PostValidator(
+            self.engine.optimizer,
+            StateChannel(self.ps),
             self,
-            StepRules(config.optimizer.clip_grad, skips_nonfinite=steps.checks).decide,
-            rank=ps.pp_rank,
-            num_ranks=ps.pp_size,
+            StepRules(config.optimizer.clip_grad, skips_nonfinite=self.checks).decide,
+            rank=self.ps.pp_rank,
+            num_ranks=self.ps.pp_size,
             after=config.parallel.post_validation_after,
             count_zero_grads=config.logging.log_num_zeros_in_grad,
         )
-        runner.validate_by(self._validator)
 
     # For the loop ------------------------------------------------------------------------------------
 
@@ -88,25 +72,22 @@ class ValidatedStepRunner:
         return int(self._validator.pending)
 
     def step(self, batches: StepBatches, task: StepTask) -> Iterator[StepResult]:
-        """See `Steps`. Communicates over the world, but waits for it only where a step is decided on at once."""
+        """Communicates over the world, but waits for it only where a step is decided on at once."""
         batches.begin_step(keep_last=self._validator.pending)
         self._running = task
-        with self._steps.phase("forward-backward"):
-            done = self._runner.train_and_step(
-                batches, iteration=task.iteration, num_microbatches=task.num_microbatches
-            )
+        with self.phase("forward-backward"):
+            done = self.parts.pipeline.train_and_step(batches, task)
         self._running = None
         if self._validator.pending:
-            self._check = WeightCheck(self._engine, self._ps)
+            self._check = WeightCheck(self.engine, self.ps)
         if not done:
             batches.step_back()
         elif self._undecided is not None:
-            self._undecided.ended_at = self._clock.now()
+            self._undecided.ended_at = self.parts.clock.now()
         yield from self._decided_on(batches)
 
     def settle(self, batches: StepBatches) -> Iterator[StepResult]:
-        """See `Steps`."""
-        with self._steps.phase("optimizer"):
+        with self.phase("optimizer"):
             self._validator.validate_now()
         yield from self._decided_on(batches)
 
@@ -116,73 +97,57 @@ class ValidatedStepRunner:
             check.passed(result.task.iteration)
             yield result
         if self._failed is not None:
-            step, outcome, verdict = self._failed
-            self._failed = None
+            (step, outcome, verdict), self._failed = self._failed, None
             # Summed as those of the second run will be: bits are compared.
-            totals = step.numbers.reduce(self._ps, step.task.flags)
+            totals = step.numbers.reduce(self.ps, step.task.flags)
             self._begins(step.task.iteration)
-            yield self._steps.conclude(
-                self._attempt(step, outcome, totals),
-                verdict,
-                batches,
-                step.task,
-                rolled_back=outcome.rolled_back,
-            )
+            attempt = self._of_outcome(step, outcome, totals)
+            yield self.conclude(attempt, verdict, batches, step.task, outcome.rolled_back)
 
-    def _attempt(self, step: _Undecided, outcome: StepOutcome, totals: Totals) -> Attempt:
-        num_zeros = outcome.num_zeros if self._config.logging.log_num_zeros_in_grad else None
+    def _of_outcome(self, step: _Undecided, outcome: StepOutcome, totals: Totals) -> Attempt:
+        num_zeros = outcome.num_zeros if self.config.logging.log_num_zeros_in_grad else None
         return Attempt(totals, step.divisor, outcome.norm, outcome.nonfinite, num_zeros)
 
-    # For the validator, while a step runs ----------------------------------------------------------------
+    # For the validator, while a step runs (`StepOwner`) -------------------------------------------------------
 
     def complete(self) -> Completed:
-        """See `StepOwner`. With --calculate-per-token-loss it waits for the number of tokens of all ranks."""
-        task, scaler, config = self._running, self._engine.scaler, self._config
+        """With --calculate-per-token-loss it waits for the number of tokens of all ranks."""
+        task, scaler = self._running, self.engine.scaler
         assert task is not None, "a step is complete that is not under way"
         assert self._undecided is None, "a step is complete before the one before it was decided on"
-        numbers = self._runner.finish_gradients()
-        per_token = config.model.calculate_per_token_loss
-        num_tokens = numbers.num_tokens(self._ps) if per_token else 0.0
-        divisor = self._steps.divisor(num_tokens, task.num_microbatches)
+        numbers = self.parts.pipeline.finish_gradients()
+        num_tokens = numbers.num_tokens(self.ps) if self.config.model.calculate_per_token_loss else 0.0
+        divisor = self.divisor(num_tokens, task.num_microbatches)
         self._undecided = _Undecided(task, divisor, scaler.scale, scaler.state(), numbers)
         scaler.update(False)
-        own = numbers.vector(
-            self._ps, task.flags
-        ).tolist()  # sync: it travels with the state, from host to host
+        vector = numbers.vector(self.ps, task.flags)
+        own = vector.tolist()  # sync: it travels with the state, from host to host
         seen = numbers.totals(own, len(task.flags)).nonfinite_microbatches > 0
         return Completed(divisor, seen, tuple(own))
 
     def settle_weights(self) -> None:
-        self._engine.model.settle_weights()
+        self.engine.model.settle_weights()
 
     def weights_changed(self) -> None:
-        self._engine.model.weights_changed()
+        self.engine.model.weights_changed()
 
     def decided(self, outcome: StepOutcome) -> bool:
-        """See `StepOwner`, and [Note: one step behind]. Whether nothing asks for an end."""
-        step, scaler = self._undecided, self._engine.scaler
-        assert step is not None, "a decision on no step"
-        self._undecided = None
+        """See [Note: one step behind]. Whether nothing asks for an end."""
+        step, self._undecided = self._undecided, None
         check, self._check = self._check, None
-        scaler.load_state(step.scaler)
-        verdict = self._nan_policy.decide(
-            nonfinite=outcome.nonfinite and self._steps.checks, scale_at_minimum=scaler.at_minimum
-        )
+        assert step is not None, "a decision on no step"
+        self.engine.scaler.load_state(step.scaler)
+        verdict = self.verdict(nonfinite=outcome.nonfinite and self.checks)
         if verdict.decision in (StepAction.RERUN, StepAction.ABORT):
             self._failed = step, outcome, verdict
             return False
-        self._engine.model.release_gradients()
+        self.engine.model.release_gradients()
         totals = step.numbers.totals(outcome.extras, len(step.task.flags))
         assert (verdict.decision is StepAction.SKIP) == (outcome.coefficient is None), (verdict, outcome)
-        result = self._steps.decided(
-            self._attempt(step, outcome, totals),
-            verdict,
-            step.task,
-            step.loss_scale,
-            ended_at=step.ended_at,
-            rolled_back=outcome.rolled_back,
-        )
+        attempt = self._of_outcome(step, outcome, totals)
+        ended_at = self.parts.clock.now() if step.ended_at is None else step.ended_at
+        result = self.counted(attempt, verdict, step.task, step.loss_scale, outcome.rolled_back, ended_at)
         if check is None or not outcome.clean:
-            check = WeightCheck(self._engine, self._ps)
+            check = WeightCheck(self.engine, self.ps)
         self._results.append((result, check))
         return not any(totals.flags)

@@ -54,7 +54,7 @@ def test_what_is_trained_again_is_there_once(tmp_path):
 def test_files_are_cut_where_user_code_counts_what_it_likes(tmp_path):
     """Steps of a user's tag say nothing of iterations: what was written before the place stays."""
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    from megatron.training.report.tensorboard_files import drop_after
+    from megatron.training.report.writers import drop_after
 
     with writer(str(tmp_path / "tb")) as events:
         for iteration in range(1, 6):
@@ -77,7 +77,7 @@ def test_files_are_cut_where_user_code_counts_what_it_likes(tmp_path):
 
 def test_links_are_not_followed_and_remote_folders_are_told(tmp_path):
     from megatron.core.safe_files import UnsafeFileError
-    from megatron.training.report.tensorboard_files import drop_after
+    from megatron.training.report.writers import drop_after
 
     (tmp_path / "other").write_bytes(b"somebody's")
     (tmp_path / "events.out.tfevents.1.host.1.0").symlink_to(tmp_path / "other")

@@ -13,15 +13,13 @@ import pytest
 from megatron.core.datasets.blend import read_per_split_file
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockCorpus, SampleFormat
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mock_dataset import MockCorpus
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
-from megatron.core.pipeline_parallel.plan.plan_file import load_plan
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.plan.text import to_json
+from megatron.core.pipeline_parallel.plan.text import load_plan, to_json
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from tests.harness import launch

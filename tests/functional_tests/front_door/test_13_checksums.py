@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import checksums
-from megatron.core.datasets.corpus_report import verify_corpus
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from tests.harness import launch
+from tools.corpus_report import verify_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.timeout(60)

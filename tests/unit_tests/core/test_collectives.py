@@ -209,9 +209,10 @@ def test_units_are_reduced_in_one_call_to_the_sums_in_rank_order(world):
         )
         heard.clear()
         items = [(before(i), full_of(ctx.rank, i)) for i in range(len(cases))]
-        adds = [add for *_, add in cases]
-        first = collectives.reduce_scatter_units(items[:5], ps.dp_group, accumulate=adds[:5])
-        second = collectives.reduce_scatter_units(items[5:], ps.dp_group, accumulate=adds[5:])
+        added = [item for item, (*_, add) in zip(items, cases, strict=True) if add]
+        replaced = [item for item, (*_, add) in zip(items, cases, strict=True) if not add]
+        first = collectives.reduce_scatter_units(replaced, ps.dp_group, accumulate=False)
+        second = collectives.reduce_scatter_units(added, ps.dp_group, accumulate=True)
         again = before(0)
         collectives.reduce_scatter_units([(again, items[0][1])], ps.dp_group, accumulate=True, async_op=False)
         second.wait()
@@ -288,13 +289,15 @@ def test_the_way_of_other_backends_gives_the_same():
 
         full = [values_of(ctx.rank, 2 * n, dtype) for dtype in (torch.float32, torch.float64, torch.float32)]
         shards = [torch.ones(n), torch.ones(n), torch.ones(n)]
-        pending = collectives.reduce_scatter_units(
-            list(zip(shards, full, strict=True)), device_way, accumulate=[True, False, False]
-        )
+        items = list(zip(shards, full, strict=True))
+        added = collectives.reduce_scatter_units(items[:1], device_way, accumulate=True)
+        pending = collectives.reduce_scatter_units(items[1:], device_way, accumulate=False)
+        added.wait()
         pending.wait()
         lone = torch.ones(n)
         collectives.reduce_scatter(lone, full[0], device_way)
-        assert pending.temporary_bytes > 0  # of what accumulates, and of what changes its type
+        assert added.temporary_bytes > 0  # of what accumulates
+        assert pending.temporary_bytes > 0  # and of what changes its type
         assert torch.equal(full[1], values_of(ctx.rank, 2 * n, torch.float64))
         return gathered, alone, shards, lone
 
@@ -315,13 +318,11 @@ def test_units_of_a_group_of_one():
     collectives.reduce_scatter_units([(shard, full)], group, accumulate=True).wait()
     assert shard.tolist() == [1, 2, 3]
     half = torch.zeros(3, dtype=torch.bfloat16)
-    collectives.reduce_scatter_units([(half, full), (full, full)], group, accumulate=[False, False])
+    collectives.reduce_scatter_units([(half, full), (full, full)], group, accumulate=False)
     assert half.tolist() == full.tolist() == [0, 1, 2]
     output = torch.zeros(3)
     collectives.all_gather_units([(output, full), (full, full)], group)
     assert output.tolist() == [0, 1, 2]
-    with pytest.raises(AssertionError, match="accumulate for 1 of 2 items"):
-        collectives.reduce_scatter_units([(shard, full)] * 2, group, accumulate=[True])
     with pytest.raises(AssertionError, match="bfloat16 gathered from"):
         collectives.all_gather_units([(half, full)], group)
 

@@ -17,6 +17,7 @@ from megatron.core.device import (
     heap_bytes,
     set_threads,
 )
+from tests.harness.live_peak import reset_peak
 from tests.harness.ranks import run_ranks
 
 CPU = Device("cpu")
@@ -35,7 +36,7 @@ def test_cpu_device_is_gloo_and_queues_nothing():
 
 def test_memory_figures_see_an_allocation_and_its_peak():
     def body(ctx):  # in a process of its own: the peak is the process's
-        CPU.reset_peak()
+        reset_peak(CPU)
         before = CPU.memory()
         block = torch.ones(64 * 2**20 // 4)
         during = CPU.memory()

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from megatron.core import live_peak
 from megatron.core.device import Device
-from megatron.core.live_peak import LivePeak
+from tests.harness import live_peak
+from tests.harness.live_peak import LivePeak
 
 CPU = Device("cpu")
 MIB = 2**20

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.transport import collectives
 from megatron.core.transport.mesh import data_parallel_state, device_mesh, parallel_state_of_mesh
-from megatron.core.transport.rank_groups import PURPOSES, MeshError
+from megatron.core.transport.rank_grid import PURPOSES, MeshError
 from tests.harness.ranks import run_ranks, share_ranks
 
 

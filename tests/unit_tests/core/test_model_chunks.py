@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError
+from megatron.core.module import ModelChunks, ModelError
 
 
 def linear(name: str) -> nn.Module:

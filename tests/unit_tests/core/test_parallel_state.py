@@ -18,8 +18,7 @@ from megatron.core.transport.parallel_state import (
     single_process,
 )
 from megatron.core.transport.peer_loss import PeerLostError
-from megatron.core.transport.rank_grid import TP_PP_DP_ORDER, RankGrid, RankGridError
-from megatron.core.transport.rank_groups import PURPOSES, own_ranks
+from megatron.core.transport.rank_grid import PURPOSES, TP_PP_DP_ORDER, RankGrid, RankGridError, own_ranks
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from megatron.core.transport.rank_grid import (
     AXES,
     DEFAULT_ORDER,
+    PURPOSES,
     TP_PP_DP_ORDER,
+    MeshError,
     RankGrid,
     RankGridError,
-    dense_grid,
-)
-from megatron.core.transport.rank_groups import (
-    PURPOSES,
-    MeshError,
     WorldPart,
+    dense_grid,
     own_ranks,
     parts_from_places,
     rank_lists,

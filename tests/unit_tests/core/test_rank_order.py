@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.transport import rank_order
-from megatron.core.transport.rank_order import add_in_rank_order
+from megatron.core.transport import gloo_pairs
+from megatron.core.transport.gloo_pairs import add_in_rank_order
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,11 +32,11 @@ def test_bits_are_those_of_adding_from_the_first_to_the_last(ranks, n, dtype, in
     for one in parts[1:]:
         total = total + one.to(wide)
     expected = (output + total if accumulate else total).to(into)
-    before, rank_order.BLOCK = rank_order.BLOCK, block
+    before, gloo_pairs.BLOCK = gloo_pairs.BLOCK, block
     try:
         add_in_rank_order(parts, output, accumulate=accumulate)
     finally:
-        rank_order.BLOCK = before
+        gloo_pairs.BLOCK = before
     assert torch.equal(output, expected)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools import fsdp_hiding_forms as forms
+from tools import fsdp_hiding as forms
 from tools.fsdp_hiding import checked, parser
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "fsdp_published.json").read_text())

@@ -17,13 +17,12 @@ import torch
 import megatron
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.training.guard.nan_policy import NanPolicy
-from megatron.training.report.timers import RunClock, Timers
+from megatron.training.run.data import StepBatches
 from megatron.training.run.step import StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask
 from tests.harness.layouts import Layout, Run
 from tests.harness.ranks import run_ranks
-from tests.harness.validated_steps import NoWatchdog
+from tests.harness.validated_steps import parts_of
 
 ROOT = Path(next(iter(megatron.__path__)))
 ZERO3 = ("--use-custom-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")
@@ -34,7 +33,7 @@ LAYOUTS = {
 STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
 LAYER = "core/transformer/transformer_block.py"
-LINEAR, SINK = "core/tensor_parallel/linear.py", "core/weight_grad.py"
+LINEAR, SINK = "core/tensor_parallel/layers.py", "core/weight_grad.py"
 REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
 
@@ -101,16 +100,7 @@ def chains_of_steps(ctx):
     found = {}
     for name, layout in LAYOUTS.items():
         run = Run(ctx, layout, ["--num-layers", "4"])
-        steps = StepRunner(
-            run.config,
-            run.ps,
-            run.engine,
-            run.runner,
-            NanPolicy("abort", 3),
-            Timers(0),
-            NoWatchdog(),
-            RunClock(),
-        )
+        steps = StepRunner(parts_of(run.config, run.ps, run.engine, run.runner, NanPolicy("abort", 3)))
         batches = StepBatches(run.microbatches(1), reads=run.spec.reads_data(run.ps.pp_rank))
         chains = Chains(run)
         sys.setprofile(chains.called)

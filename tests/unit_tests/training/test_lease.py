@@ -235,14 +235,15 @@ def test_a_planted_link_is_neither_read_nor_written(tmp_path):
 # --- holding
 
 
-def held(folder, on_lost=pytest.fail, **options):
+def held(folder, on_lost=pytest.fail):
     me = Holder.this_process()
     take(folder, me, say=pytest.fail)
-    return Lease(folder, me, on_lost, **options), me
+    return Lease(folder, me, on_lost), me
 
 
-def test_a_heartbeat_is_renewed_from_a_thread(tmp_path):
-    lease, _ = held(tmp_path, interval_s=0.01)
+def test_a_heartbeat_is_renewed_from_a_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.01)
+    lease, _ = held(tmp_path)
     path = tmp_path / LEASE_FILE
     os.utime(path, (1.0, 1.0))
     deadline = time.monotonic() + 20
@@ -252,9 +253,10 @@ def test_a_heartbeat_is_renewed_from_a_thread(tmp_path):
     lease.release()
 
 
-def test_a_run_whose_lease_was_taken_is_told_by_the_thread_and_at_the_next_check(tmp_path):
+def test_a_run_whose_lease_was_taken_is_told_by_the_thread_and_at_the_next_check(tmp_path, monkeypatch):
     told = threading.Event()
-    lease, _ = held(tmp_path, on_lost=lambda error: told.set(), interval_s=0.01)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.01)
+    lease, _ = held(tmp_path, on_lost=lambda error: told.set())
     other = put(tmp_path)
     assert told.wait(20)
     with pytest.raises(LeaseError, match=f"taken by another run \\(host .*, pid {other.pid}"):

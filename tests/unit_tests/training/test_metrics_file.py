@@ -22,10 +22,9 @@ def write(path, upto, resumed=0, **kw):
 def test_one_line_per_iteration(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     file = MetricsFile(path)
-    file.scalar("forward-time", 0.5, 1)
-    file.record({"lm loss": 2.5, "num-zeros": 3}, 1, 8)
-    file.scalar("a", 1.0, 2)
-    file.scalar("b", 2.0, 3)
+    file.record({"forward-time": 0.5, "lm loss": 2.5, "num-zeros": 3}, 1, 8)
+    file.record({"a": 1.0}, 2)
+    file.record({"b": 2.0}, 3)
     file.event("checkpoint", 3, path="x")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:

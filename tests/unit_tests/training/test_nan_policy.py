@@ -83,9 +83,9 @@ def test_state_survives_a_resume():
 
 
 def test_misuse():
-    with pytest.raises(ValueError, match="--nan-policy ignore"):
+    with pytest.raises(AssertionError, match="--nan-policy ignore"):
         NanPolicy("ignore", 1)
-    with pytest.raises(ValueError, match="--nan-max-skips -1"):
+    with pytest.raises(AssertionError, match="--nan-max-skips -1"):
         NanPolicy("skip", -1)
     with pytest.raises(AssertionError, match="rerun under"):
         NanPolicy("skip", 1).decide(nonfinite=True, rerun=RerunResult.SAME)

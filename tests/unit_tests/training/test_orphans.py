@@ -4,12 +4,17 @@ import os
 import threading
 import time
 
+import pytest
 import torch.distributed as dist
 
 from megatron.training.guard import watchdog
 from megatron.training.guard.watchdog import OrphanGuard, Watchdog
 
-FAST = {"poll_s": 0.01, "grace_s": 0.05}
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
 
 
 class End:
@@ -31,10 +36,11 @@ def no_trouble(seconds):
     return None
 
 
-def test_a_parent_that_changes_ends_the_rank_at_once_and_once():
+def test_a_parent_that_changes_ends_the_rank_at_once_and_once(monkeypatch):
+    monkeypatch.setattr(watchdog, "GRACE_S", 600)
     end = End()
     former = os.getppid() + 1
-    OrphanGuard(former, no_trouble, lambda: "at step 3, phase data", end, poll_s=0.01, grace_s=600)
+    OrphanGuard(former, no_trouble, lambda: "at step 3, phase data", end)
     words = "; this rank was at step 3, phase data: it ends rather than train on alone"
     assert end.wait() == [f"the launcher (pid {former}) is gone{words}"]
     time.sleep(0.1)
@@ -43,25 +49,27 @@ def test_a_parent_that_changes_ends_the_rank_at_once_and_once():
 
 def test_without_a_launcher_that_stays_and_with_a_store_that_answers_nothing_happens():
     end = End()
-    guards = [OrphanGuard(parent, no_trouble, str, end, **FAST) for parent in (None, os.getppid())]
+    guards = [OrphanGuard(parent, no_trouble, str, end) for parent in (None, os.getppid())]
     time.sleep(0.3)
     for guard in guards:
         guard.close()
     assert not end.errors
 
 
-def test_the_main_thread_has_a_moment_to_meet_the_loss_of_the_store_itself():
+def test_the_main_thread_has_a_moment_to_meet_the_loss_of_the_store_itself(monkeypatch):
+    monkeypatch.setattr(watchdog, "GRACE_S", 600)
     end, asked = End(), threading.Event()
 
     def gone(seconds):
         asked.set()
         return "the store at h:1 is gone (reset)"
 
-    guard = OrphanGuard(None, gone, str, end, poll_s=0.01, grace_s=600)
+    guard = OrphanGuard(None, gone, str, end)
     assert asked.wait(20)
     guard.close()  # as a run that fails does first
     assert not end.errors
-    OrphanGuard(None, gone, str, end, **FAST)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.05)
+    OrphanGuard(None, gone, str, end)
     assert end.wait()[0].startswith("the store at h:1 is gone (reset); this rank was ")
 
 

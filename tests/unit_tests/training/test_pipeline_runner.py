@@ -32,13 +32,13 @@ def test_closing_a_runner_closes_its_recorder():
         SimpleNamespace(chunks=[], model=SimpleNamespace(residency=lambda *_: Residency("no_shard"))),
     )
 
+    config = SimpleNamespace(model=SimpleNamespace(calculate_per_token_loss=False))
+    session = SimpleNamespace(config=config, ps=ps, timers=Timers(0))
     placement = Placement("linear", 1)
     spec = ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement))
 
     def runner(recorder):
-        return PipelineRunner(
-            spec, ps, engine, None, Timers(0), per_token_loss=False, recorder=recorder
-        ).close()
+        return PipelineRunner(session, engine, None, spec, recorder=recorder).close()
 
     runner(None)
     with pytest.raises(ClosedError):
@@ -84,7 +84,7 @@ def test_only_the_window_is_measured_where_measuring_waits(kind, measured):
     """On a device that queues its work, --log-interval measures nothing."""
     window = "--zero-bubble-pipeline-timers-start-iter 3 --zero-bubble-pipeline-timers-end-iter 5"
     config = parse_config([*launch.TINY, "--train-iters", "9", *window.split()])
-    group = SimpleNamespace(ranks=(0, 1))
-    ps = SimpleNamespace(pp_size=2, device=Device(kind), pp_group=group)
-    profiler = Profiler.of_run(ps, config.parallel.timers_window, config.logging.log_interval, lambda: 0)
+    start, end = config.parallel.timers_window
+    interval = config.logging.log_interval
+    profiler = Profiler(Device(kind), (0, 1), start=start, end=end, interval=interval)
     assert [number for number in range(3, 7) if profiler.watches(number)] == measured

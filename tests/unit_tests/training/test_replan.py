@@ -14,10 +14,11 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
-from megatron.training.report.start_report import check_same_plan
-from megatron.training.report.timers import RunClock
+from megatron.training.report.reporter import check_same_plan
 from megatron.training.run.arguments import parse_config
-from megatron.training.run.replan import PLAN_FILE, Replanner
+from megatron.training.run.measuring import PLAN_FILE, Measuring
+from megatron.training.run.parts import RunParts
+from megatron.training.state import StepTask
 from tests.harness import launch
 from tests.harness.measured_runs import figures_of_run
 
@@ -52,7 +53,10 @@ class World:
         )
         engine = SimpleNamespace(chunks=[])
         self.profiler, self.plan_changes, self.residencies = self, 0, {}
-        self.replanner = Replanner(self.session, self, engine, self, RunClock(), first)
+        parts = RunParts(self.session, engine, self, None, None)
+        parts.reporter = self
+        self.measuring = Measuring(parts)
+        self.measuring.begin(first)
 
     # the runner
     wire = None
@@ -116,8 +120,8 @@ class World:
     def step(self, iteration, ahead=False):
         """ahead: the one behind it has run by then, as with post-validation; this one then had."""
         self.run(iteration + ahead)
-        bubbles = self.replanner.after_step(iteration, MICROBATCHES)
-        self.replanner.between_steps(iteration, MICROBATCHES)
+        bubbles, _ = self.measuring.after_step(StepTask(iteration, MICROBATCHES))
+        self.measuring.between_steps(StepTask(iteration, MICROBATCHES))
         return bubbles
 
 

@@ -3,7 +3,6 @@
 Engines, plans and optimizer are the trainer's own, made from flags; only data and loss are the tests'.
 """
 
-import contextlib
 from functools import partial
 
 import pytest
@@ -14,17 +13,17 @@ from megatron.core.transport import shm_transport
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.weight_check import check_replicas
-from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.evaluate import evaluate
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step import StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.state import StepTask
-from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch
+from tests.harness.layouts import MODEL, NO_DROPOUT, forward_step, microbatch, session_of
 from tests.harness.ranks import RanksError, run_ranks
 from tests.harness.tiny_models import VOCAB
+from tests.harness.validated_steps import parts_of
 
 FSDP, STRATEGY = "--use-custom-fsdp", "--data-parallel-sharding-strategy"
 ROWS = {
@@ -35,11 +34,6 @@ ROWS = {
     "optim_grads": f"{FSDP} {STRATEGY} optim_grads",
     "optim_grads_params": FSDP,
 }
-
-
-class NoWatchdog:
-    def phase(self, name):
-        return contextlib.nullcontext()
 
 
 class Trainer:
@@ -65,18 +59,10 @@ class Trainer:
             self.config, self.ps, provider or partial(build_gpt_model, self.config, self.ps)
         )
         self.runner = PipelineRunner(
-            self.config.schedule_spec, self.ps, self.engine, forward_step, Timers(0), per_token_loss=False
+            session_of(self.config, self.ps), self.engine, forward_step, self.config.schedule_spec
         )
-        self.steps = StepRunner(
-            self.config,
-            self.ps,
-            self.engine,
-            self.runner,
-            NanPolicy(policy, 3),
-            Timers(0),
-            NoWatchdog(),
-            RunClock(),
-        )
+        parts = parts_of(self.config, self.ps, self.engine, self.runner, NanPolicy(policy, 3))
+        self.steps = StepRunner(parts)
         self.batches = StepBatches(self._microbatches(), reads=True)
 
     def _microbatches(self):
@@ -96,9 +82,7 @@ class Trainer:
 
     def evaluated(self):
         batches = StepBatches(iter([microbatch(9, index) for index in range(2)]), reads=True)
-        losses = evaluate(
-            self.runner, self.ps, batches, iteration=1, num_microbatches=2, microbatches_at_a_time=2
-        )
+        losses = evaluate(self.runner, self.ps, batches, StepTask(1, 2), 2)
         return losses["lm loss"]
 
     @property

@@ -1,4 +1,4 @@
-from megatron.training.run.step_batches import StepBatches
+from megatron.training.run.data import StepBatches
 
 
 def test_a_step_starts_where_the_last_one_ended():

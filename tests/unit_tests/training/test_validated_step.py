@@ -6,7 +6,6 @@ tests'. test_post_validation.py has whole runs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,18 +21,18 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.weight_check import NonFiniteWeightsError
-from megatron.training.report.timers import RunClock, Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.data import StepBatches
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.step import StepRunner
-from megatron.training.run.step_batches import StepBatches
 from megatron.training.run.validated_step import ValidatedStepRunner
 from megatron.training.state import StepTask
 from tests.harness.gradient_faults import LARGE, Fault, Faults
-from tests.harness.layouts import MODEL
+from tests.harness.layouts import MODEL, session_of
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import tiny_batch
+from tests.harness.validated_steps import parts_of
 
 CLIP = 4.0  # above the norms of steps without a fault
 
@@ -79,11 +78,6 @@ class Setting:
         return words
 
 
-class NoWatchdog:
-    def phase(self, name):
-        return contextlib.nullcontext()
-
-
 @functools.cache
 def parallel_state(ctx, tp, pp, dp):
     return ctx.make_ps(tp=tp, pp=pp, dp=dp)
@@ -101,20 +95,17 @@ class Trainer:
         self.spec = spec = self.config.schedule_spec
         self.engine = build_engine(self.config, ps, partial(build_gpt_model, self.config, ps))
         self.faults = Faults(list(setting.faults))
-        per_token = self.config.model.calculate_per_token_loss
-        self.runner = PipelineRunner(
-            spec, ps, self.engine, self._forward_step, Timers(0), per_token_loss=per_token
-        )
+        self.runner = PipelineRunner(session_of(self.config, ps), self.engine, self._forward_step, spec)
         self.policy = NanPolicy(
             setting.policy, setting.max_skips, dynamic_loss_scale=self.engine.scaler.dynamic
         )
-        common = self.config, ps, self.engine, self.runner, self.policy
-        self.steps = StepRunner(*common, Timers(0), NoWatchdog(), RunClock())
+        parts = parts_of(self.config, ps, self.engine, self.runner, self.policy)
+        self.steps = StepRunner(parts)
         self.taken_back = []  # by their place among the results: steps that this rank had taken
         self.begun = []  # iterations that were run once more
         if after is not None:
             self.engine.optimizer.rollback_by = RollbackBy(self.config.parallel.post_validation_rollback)
-            self.steps = ValidatedStepRunner(*common, self.steps, RunClock(), self.begun.append)
+            self.steps = ValidatedStepRunner(parts, self.begun.append)
             self._rollback, self.engine.optimizer.rollback = self.engine.optimizer.rollback, self._counted
         self.batches = StepBatches(self._microbatches(), reads=spec.reads_data(ps.pp_rank))
         self.results = []

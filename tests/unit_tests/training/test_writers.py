@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ from megatron.core import optional
 from megatron.training.config.config import Config
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.report import writers
-from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.metrics_file import read_metrics
+from megatron.training.report.progress import ProgressLine
+from megatron.training.report.reporter import append_progress
 from megatron.training.report.writers import Writers, open_writers
 from megatron.training.state import TrainState
 
@@ -34,12 +34,11 @@ def test_only_the_last_rank_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     silent = open_writers(config(tensorboard_dir="tb"), tmp_path, enabled=False, resumed_iteration=0)
     silent.record({"lm loss": 1.0}, step=1, samples=8)
-    silent.scalar("a", 1.0, 1)
-    silent.checkpoint_saved(1, "x")
-    silent.iteration_done(1)
+    silent.record({"a": 1.0}, step=1)
+    silent.event("checkpoint", 1, path="x")
     silent.close()
     assert list(tmp_path.iterdir()) == []
-    assert silent.tensorboard is None
+    assert silent.handle("TensorBoard") is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_metrics_are_always_written(tmp_path, monkeypatch, capsys, values, place
     folder = Path(values.get("save", "runs/one"))
     sinks = open_writers(config(**values), folder, enabled=True, resumed_iteration=0)
     sinks.record({"lm loss": 2.0}, step=5, samples=40)
-    sinks.checkpoint_saved(5, "iter_0000005")
+    sinks.event("checkpoint", 5, path="iter_0000005")
     sinks.close()
     sinks.close()
     start, record, checkpoint = read_metrics(tmp_path / place)
@@ -70,8 +69,8 @@ def test_tensorboard_has_every_tag_twice(tmp_path):
         config(tensorboard_dir=str(tmp_path / "tb")), tmp_path, enabled=True, resumed_iteration=0
     )
     sinks.record({"lm loss": 2.0, "grad-norm": 1.5}, step=5, samples=40)
-    sinks.scalar("optimizer-time", 0.25, 5)
-    assert sinks.tensorboard is not None
+    sinks.record({"optimizer-time": 0.25}, step=5)
+    assert sinks.handle("TensorBoard") is not None
     sinks.close()
     assert read_tensorboard(tmp_path / "tb") == {
         "lm loss": [(5, 2.0)],
@@ -98,21 +97,14 @@ def test_flags_keep_tags_out_of_the_trackers_but_never_out_of_the_file(tmp_path)
     assert scalars.items() <= list(read_metrics(tmp_path / "metrics.jsonl"))[-1].items()
 
 
-def record_at(iteration):
-    counts = {"consumed_samples": 8, "global_batch_size": 8, "skipped_iterations": 0, "nan_iterations": 0}
-    figures = {"elapsed_s": 0.1, "learning_rate": 1e-4, "loss_scale": 1.0, "tokens_per_s": 1234.0}
-    now = {"when": datetime(2026, 1, 1), "iteration": iteration, "train_iters": 20}
-    return IterationRecord(losses={"lm loss": 3.25}, **now, **counts, **figures)
-
-
-def test_progress_shows_the_newest_figures_and_the_checkpoints_age(tmp_path, capsys):
-    sinks = open_writers(config(progress="auto"), tmp_path, enabled=True, resumed_iteration=10)
-    sinks.progress(record_at(11))
+def test_progress_shows_the_newest_figures_and_the_checkpoints_age(capsys):
+    progress = ProgressLine(20, first_iteration=11)
+    progress.figures(loss=3.25, tokens_per_s=1234.0)
     for iteration in range(11, 20):
-        sinks.iteration_done(iteration)
-    sinks.checkpoint_saved(19, "x")
-    sinks.iteration_done(20)
-    sinks.close()
+        progress.update(iteration)
+    progress.checkpoint_saved()
+    progress.update(20)
+    progress.close()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" progress:")]
     assert "100.0% | step 20/20 | loss 3.2500 | tokens/s 1,234 | MFU n/a | ETA 0:00:00" in lines[-1]
     assert lines[-1].endswith("last checkpoint 0 s ago")
@@ -150,9 +142,9 @@ def stand_ins(monkeypatch):
 def test_wandb_calls(tmp_path, stand_ins):
     settings = {"wandb_project": "p", "wandb_exp_name": "n", "wandb_entity": "e", "save": str(tmp_path)}
     sinks = open_writers(config(**settings), tmp_path, enabled=True, resumed_iteration=0)
-    assert sinks.wandb is stand_ins["wandb"]
+    assert sinks.handle("wandb") is stand_ins["wandb"]
     sinks.record({"lm loss": 2.0}, step=5, samples=40)
-    sinks.scalar("x-time", 1.0, 5)
+    sinks.record({"x-time": 1.0}, step=5)
     sinks.close()
     (init, _, options), *calls = stand_ins["wandb"].calls
     assert init == "init"
@@ -257,6 +249,6 @@ def test_a_metrics_file_that_the_user_names_may_be_a_link(tmp_path):
 def test_progress_is_not_written_through_a_planted_link(tmp_path, capsys):
     (tmp_path / "progress.txt").symlink_to(tmp_path / "target")
     state = TrainState(20, 160, iteration=1, consumed_train_samples=8)
-    writers.append_progress(str(tmp_path), "Starting job", job_id="", world_size=1, state=state)
+    append_progress(str(tmp_path), "Starting job", job_id="", world_size=1, state=state)
     assert not (tmp_path / "target").exists()
     assert "is a symbolic link" in capsys.readouterr().err

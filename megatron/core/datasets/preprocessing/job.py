@@ -1,9 +1,8 @@
 """Tokenize chunks in parallel, go on where a killed run stopped, and put the parts together.
 
-Each chunk becomes a part, a small corpus of its own, in `<output prefix>.parts/`; its `.done` file, written
-last, says that it is complete. Parts are appended in the order of the chunks, so the result does not depend
-on the number of workers or on interruptions. `job.json` records all that the parts depend on; when it
-differs, they are made anew.
+Each chunk becomes a part, a small corpus of its own, in `<output prefix>.parts/`; its `.done` file, written last, says
+that it is complete. Parts are appended in the order of the chunks, so the result does not depend on the number of
+workers or on interruptions. `job.json` records all that the parts depend on; when it differs, they are made anew.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def run_job(job: Job, progress: ProgressOf = lambda done, total_bytes: None) -> 
         done = sum((part for part in finished if part is not None), Statistics())
         progress(done, total)
         todo = [(index, chunk) for index, chunk in enumerate(chunks) if finished[index] is None]
-        for part in _make_parts(job, tokenizer, todo):
+        for part in _parts(job, tokenizer, todo):
             done += part
             progress(done, total)
         for key in job.keys:
@@ -144,22 +143,19 @@ def _tidy(job: Job, description: str) -> None:
     if foreign := [name for name in names if not _OF_A_JOB.fullmatch(name)]:
         told = f"holds {foreign[0]}, which is of no interrupted run: parts are kept, and removed, there"
         raise safe_files.UnsafeFileError(job.parts, told)
-    path, goes_on = os.path.join(job.parts, "job.json"), False
+    path, known = os.path.join(job.parts, "job.json"), None
     with contextlib.suppress(OSError, ValueError):
-        goes_on = safe_files.read_text(path, max_bytes=MAX_RECORD_BYTES) == description
+        known = safe_files.read_text(path, max_bytes=MAX_RECORD_BYTES)
     for name in names:
-        if name.endswith(".tmp") or not goes_on:
+        if name.endswith(".tmp") or known != description:
             os.unlink(os.path.join(job.parts, name))
-    for prefix in map(job.corpus_prefix, job.keys):
-        for of in (data_path, index_path, checksums_path):
-            safe_files.remove_leftovers(of(prefix))
-    if not goes_on:
+    for key, path_of in itertools.product(job.keys, (data_path, index_path, checksums_path)):
+        safe_files.remove_leftovers(path_of(job.corpus_prefix(key)))
+    if known != description:
         safe_files.publish_text(path, description)
 
 
-def _make_parts(
-    job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, TextChunk]]
-) -> Iterator[Statistics]:
+def _parts(job: Job, tokenizer: Tokenizer, todo: Sequence[tuple[int, TextChunk]]) -> Iterator[Statistics]:
     """Statistics of each part, as it is finished, in any order."""
     if job.workers == 1 or len(todo) <= 1:
         for index, chunk in todo:
@@ -243,9 +239,9 @@ def _tokenize(tokenizer: Tokenizer, texts: Sequence[bytes]) -> tuple[list[NDArra
     decoded, not_utf8 = [], 0
     for text in texts:
         try:
-            decoded.append(text.decode("utf-8"))
+            decoded.append(text.decode())
         except UnicodeDecodeError:
-            decoded.append(text.decode("utf-8", errors="replace"))
+            decoded.append(text.decode(errors="replace"))
             not_utf8 += 1
     return tokenizer.tokenize_batch(decoded), not_utf8
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from megatron.core import safe_files
-from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.errors import DataError, data_errors
 
 CHUNK_BYTES = 8 << 20
 CHUNK_FILES = 4096
@@ -55,22 +55,21 @@ def find_sources(
     """The files that `inputs` (files, glob patterns, folders) name, in the order given; a folder's and a
     pattern's files sorted by path.
 
-    suffixes: which files of a folder are documents.  excludes: names (or patterns) of files and folders to
-    leave out.
+    suffixes: which files of a folder are documents.  excludes: names (or patterns) of files and folders to leave out.
     Raises DataError for an input that names nothing, or whose format is not plain from its name.
     """
     sources: list[Source] = []
     for entry in inputs:
+        kind = input_format
         if os.path.isdir(entry):
             if not suffixes:
                 told = "say which of its files with --suffix, e.g. --suffix .py"
                 raise DataError(f"--input {entry} is a folder: {told}")
             paths = _tree(entry, tuple(suffixes), tuple(excludes))
-            kind = "text" if input_format == "auto" else input_format
+            kind = "text" if kind == "auto" else kind
         else:
             named = [entry] if os.path.exists(entry) else sorted(glob.glob(entry))
             paths = [path for path in named if not os.path.isdir(path)]
-            kind = input_format
         if not paths:
             raise DataError(f"--input {entry}: no such file, and nothing matches it")
         sources += [_source(path, kind) for path in paths]
@@ -78,18 +77,22 @@ def find_sources(
 
 
 def _source(path: str, kind: str) -> Source:
-    try:
-        with safe_files.open_regular(path, follow=True) as fd:
-            status = os.fstat(fd)
-    except OSError as error:
-        raise DataError(f"--input {path}: {error.strerror}; text is read from files") from error
-    source = Source(path, _format_of(path, kind), status.st_size, status.st_mtime_ns)
-    if source.format == "text" and source.size > LARGEST_DOCUMENT_BYTES:
+    unfit = data_errors(path, "--input ", "; text is read from files")
+    with unfit, safe_files.open_regular(path, follow=True) as fd:
+        status = os.fstat(fd)
+    if kind == "auto":
+        kind = _FORMAT_OF_SUFFIX.get(os.path.splitext(path)[1].lower(), kind)
+    if kind == "auto":
         raise DataError(
-            f"--input {path}: {source.size} bytes; one document has {LARGEST_DOCUMENT_BYTES} at most: cut it, or read "
-            "its lines as documents (--format lines)"
+            f"--input {path}: its name does not say what it holds: give "
+            "--format jsonl (one JSON object a line), text (the file is one document) or lines (each line is one)"
         )
-    return source
+    if kind == "text" and status.st_size > LARGEST_DOCUMENT_BYTES:
+        raise DataError(
+            f"--input {path}: {status.st_size} bytes; one document has {LARGEST_DOCUMENT_BYTES} at most: cut it, or "
+            "read its lines as documents (--format lines)"
+        )
+    return Source(path, kind, status.st_size, status.st_mtime_ns)
 
 
 def plan_chunks(sources: Sequence[Source]) -> list[TextChunk]:
@@ -115,10 +118,8 @@ def read_documents(chunk: TextChunk, keys: Sequence[str]) -> Iterator[Document]:
     """The documents of a chunk. Raises DataError naming file and line for what cannot be read."""
     if chunk.format == "text":
         for path in chunk.files:
-            try:
+            with data_errors(path):
                 data = safe_files.read_bytes(path, max_bytes=LARGEST_DOCUMENT_BYTES, follow=True)
-            except OSError as error:
-                raise DataError(f"{path}: {error.strerror}") from error
             yield {keys[0]: [data]}
         return
     for offset, line in _lines(chunk):
@@ -140,65 +141,46 @@ def _tree(folder: str, suffixes: tuple[str, ...], excludes: tuple[str, ...]) -> 
     return sorted((path for path in found if os.path.isfile(path)), key=lambda path: PurePath(path).parts)
 
 
-def _format_of(path: str, kind: str) -> str:
-    if kind != "auto":
-        return kind
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in _FORMAT_OF_SUFFIX:
-        raise DataError(
-            f"--input {path}: its name does not say what it holds: give "
-            "--format jsonl (one JSON object a line), text (the file is one document) or lines (each line is one)"
-        )
-    return _FORMAT_OF_SUFFIX[suffix]
-
-
 def _lines(chunk: TextChunk) -> Iterator[tuple[int, bytes]]:
     """(offset, line) of the lines that start inside the chunk."""
     path = chunk.files[0]
-    try:
-        with safe_files.opened(path, follow=True) as file:
-            offset = max(0, chunk.start - 1)
-            if chunk.start > 0:  # the line across the border belongs to the chunk before
-                file.seek(offset)
-                while part := file.readline(BLOCK_BYTES):
-                    offset += len(part)
-                    if part.endswith(b"\n"):
-                        break
-            while offset < chunk.stop:
-                line = file.readline(LARGEST_DOCUMENT_BYTES + 1)
-                if not line:
-                    raise DataError(f"{path}: ended at byte {offset}, expected {chunk.stop}: did it change?")
-                if len(line) > LARGEST_DOCUMENT_BYTES:
-                    raise DataError(
-                        f"{_place(path, offset)}: longer than {LARGEST_DOCUMENT_BYTES} bytes: is this text of lines?"
-                    )
-                yield offset, line
-                offset += len(line)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
+    with data_errors(path), safe_files.opened(path, follow=True) as file:
+        offset = max(0, chunk.start - 1)
+        file.seek(offset)
+        part = b"" if chunk.start else b"\n"
+        while not part.endswith(b"\n") and (part := file.readline(BLOCK_BYTES)):
+            offset += len(part)  # the line across the border belongs to the chunk before
+        while offset < chunk.stop:
+            line = file.readline(LARGEST_DOCUMENT_BYTES + 1)
+            if not line:
+                raise DataError(f"{path}: ended at byte {offset}, expected {chunk.stop}: did it change?")
+            if len(line) > LARGEST_DOCUMENT_BYTES:
+                told = f"longer than {LARGEST_DOCUMENT_BYTES} bytes: is this text of lines?"
+                raise DataError(f"{_place(path, offset)}: {told}")
+            yield offset, line
+            offset += len(line)
 
 
 def _json_document(path: str, offset: int, line: bytes, keys: Sequence[str]) -> Document:
-    def wrong(what: str) -> DataError:
-        return DataError(f"{_place(path, offset)}: {what}")
-
+    document: Document = {}
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise wrong(f"not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"expected a JSON object, found {type(row).__name__}")
+        for key in keys:
+            if key not in row:
+                raise DataError(f"no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
+            texts = row[key] if isinstance(row[key], list) else [row[key]]
+            if not all(isinstance(text, str) for text in texts):
+                raise DataError(f"key {key!r}: expected text, or a list of texts")
+            # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes a byte that is no UTF-8, and is counted.
+            document[key] = [text.encode("utf-8", "surrogatepass") for text in texts]
+    except DataError as error:
+        raise DataError(f"{_place(path, offset)}: {error}") from None
     except RecursionError as error:
-        raise wrong("nested too deeply") from error
-    if not isinstance(row, dict):
-        raise wrong(f"expected a JSON object, found {type(row).__name__}")
-    document: Document = {}
-    for key in keys:
-        if key not in row:
-            raise wrong(f"no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
-        texts = row[key] if isinstance(row[key], list) else [row[key]]
-        if not all(isinstance(text, str) for text in texts):
-            raise wrong(f"key {key!r}: expected text, or a list of texts")
-        # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes a byte that is no UTF-8, and is counted.
-        document[key] = [text.encode("utf-8", "surrogatepass") for text in texts]
+        raise DataError(f"{_place(path, offset)}: nested too deeply") from error
+    except ValueError as error:
+        raise DataError(f"{_place(path, offset)}: not JSON: {error}") from error
     return document
 
 
@@ -206,10 +188,7 @@ def _place(path: str, offset: int) -> str:
     """`file, line N`: lines are counted only when there is something to report."""
     count = 1
     with safe_files.opened(path, follow=True) as file:
-        while offset > 0:
-            block = file.read(min(offset, BLOCK_BYTES))
-            if not block:
-                break
+        while offset > 0 and (block := file.read(min(offset, BLOCK_BYTES))):
             count += block.count(b"\n")
             offset -= len(block)
     return f"{path}, line {count}"

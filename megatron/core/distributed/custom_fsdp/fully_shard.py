@@ -66,13 +66,14 @@ def fully_shard(
     unit_modules = inner.unit_modules(own_units)
     inner.take_over(ps, config)
     if sync_module_states:
-        broadcast_weights([module], ps, without=inner.own_parameters)
+        broadcast_weights([module], ps, without=inner.places.keys())
     engine = FullyShardedDataParallel(
         module, ps, config, fsdp_unit_modules=unit_modules, reading=inner.reading
     )
     driver = StepDriver(module, engine, unit_modules)
-    inner.hand_over(driver)
-    module.__dict__[DRIVER] = driver
+    for one in module.modules():
+        if one is module or DRIVER in one.__dict__:  # of a call inside
+            one.__dict__[DRIVER] = driver
     names = {name for own in (module._modules, module._parameters, module._buffers) for name in own}
     module.__class__ = _class_of(cast(Any, type(module)), frozenset(names & vars(FullyShardedModule).keys()))
     return cast(FullyShardedModule, module)

@@ -11,30 +11,24 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.buffer_maker import Reading, as_they_are
+from megatron.core.distributed.bucket_memory import Reading, as_they_are
 from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
-from megatron.core.distributed.custom_fsdp.reduction_order import ReductionsInOrder
 from megatron.core.distributed.custom_fsdp.reshard_policy import UnitFacts, UnitPolicy, check_policy, policies
+from megatron.core.distributed.custom_fsdp.run_order import ReductionOrder
 from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
-from megatron.core.distributed.distributed_data_parallel import (
-    DistributedDataParallel,
-    effective_sharding,
-    place_of,
-)
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.gradient_sources import Sinks
-from megatron.core.distributed.stage_units import ChunkUnits, EngineUnits, unit_costs
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError, ModelUnit
-from megatron.core.param_meta import ParamMeta
+from megatron.core.distributed.stage_units import EngineUnits, unit_costs
+from megatron.core.module import ModelChunks, ModelError, ModelUnit
+from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits
 from megatron.core.protocols import GradListener
-from megatron.core.sharding_table import ShardOver, sharding_of
+from megatron.core.sharding_table import ShardOver, grads_are_sharded, weights_are_sharded
 from megatron.core.transport.mesh import data_parallel_state, parallel_state_of_mesh
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule, declared_units, find_units, forward_order
@@ -43,12 +37,10 @@ from megatron.core.units import UnitModule, declared_units, find_units, forward_
 class FullyShardedDataParallel(DistributedDataParallel):
     """`DistributedDataParallel` by units, for every `--data-parallel-sharding-strategy`, over any `nn.Module`.
 
-    ps_or_mesh: the ranks; a mesh has one dim, or two: (instances, ranks of an instance). param_meta, sinks: a
-    `MegatronModule`'s own where they are not given.
-    units: declared by the model (of all chunks); without, a `MegatronModule` says them itself. fsdp_unit_modules: for
-    other models, the classes of their modules that are one unit each, or tuples of names of modules that are one
-    together; those of the config if not given. What is in none of them forms units of its own (`units.py`). A unit is
-    a bucket in every row: the config's sizes of buckets have no effect.
+    ps_or_mesh: the ranks; a mesh has one dim, or two: (instances, ranks of an instance). fsdp_unit_modules: for models
+    that do not say their units themselves (`MegatronModule`), the classes of their modules that are one unit each, or
+    tuples of names of modules that are one together; those of the config if not given. What is in none of them forms
+    units of its own (`units.py`). A unit is a bucket in every row: the config's sizes of buckets have no effect.
 
     Communicates over dp_gather in forward and backward, over dp_reduce in backward, over dp_outer once a step.
 
@@ -61,78 +53,68 @@ class FullyShardedDataParallel(DistributedDataParallel):
         chunks: Sequence[nn.Module] | nn.Module,
         ps_or_mesh: ParallelState | DeviceMesh,
         config: DistributedDataParallelConfig,
-        param_meta: Mapping[str, ParamMeta] | None = None,
-        sinks: Sinks = None,
-        stages: Sequence[int] | None = None,
         *,
-        units: Sequence[ModelUnit] | None = None,
         fsdp_unit_modules: Sequence[UnitModule] | None = None,
         reading: Reading = as_they_are,
     ) -> None:
-        modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
-        ps = ranks_of(ps_or_mesh)
-        sharded = effective_sharding(config, place_of(ps)).main_grads is not ShardOver.NONE
-        if sharded and len(modules) > 1:
+        self._unit_modules = config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules
+        super().__init__(chunks, ranks_of(ps_or_mesh), config, reading=reading)
+        sharded = self.sharding.main_grads is not ShardOver.NONE
+        if sharded or config.overlap_param_gather:
+            self.hooks += UnitHooks(self.chunks, self.units, self.driver, backward=sharded).handles
+
+    def _find_units(self, chunks: ModelChunks, declared: Sequence[ModelUnit] | None) -> EngineUnits:
+        config, modules = self.config, chunks.modules
+        strategy = config.data_parallel_sharding_strategy
+        if self.sharding.main_grads is not ShardOver.NONE and len(modules) > 1:
             raise ModelError(
-                f"--data-parallel-sharding-strategy {config.data_parallel_sharding_strategy}: a rank with "
+                f"--data-parallel-sharding-strategy {strategy}: a rank with "
                 f"{len(modules)} model chunks shards no more than its optimizer: use optim"
             )
-        row = sharding_of(config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
         check_policy(
             config.fsdp_reshard_policy,
             config.fsdp_memory_budget,
-            weights_sharded=row.weights is not ShardOver.NONE,
-            grads_sharded=row.main_grads is not ShardOver.NONE,
+            weights_sharded=weights_are_sharded(strategy),
+            grads_sharded=grads_are_sharded(strategy),
         )
-        found = find_units(
-            modules,
-            ModelChunks(modules).parameters,
-            declared_units(modules) if units is None else units,
-            config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules,
-        )
-        forwards = [tuple((unit,) for unit in forward_order([module], found)) for module in modules]
-        accesses = EngineUnits(found, tuple(ChunkUnits(forward, forward[::-1]) for forward in forwards))
-        super().__init__(modules, ps, config, param_meta, sinks, stages, units=accesses, reading=reading)
-        self._forward_order = [unit for (unit,) in itertools.chain(*forwards)]
-        self.driver = self._new_driver()
-        if sharded or config.overlap_param_gather:
-            self._hooks += UnitHooks(modules, self.units, self.driver, backward=sharded).handles
+        units = find_units(modules, chunks.parameters, declared_units(modules), self._unit_modules)
+        forwards = [forward_order([module], units) for module in modules]
+        self._forward_order = [unit for forward in forwards for unit in forward]
+        rows = [tuple((unit,) for unit in forward) for forward in forwards]
+        return EngineUnits(units, tuple(ChunkUnits(row, row[::-1]) for row in rows))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the only chunk."""
         assert len(self.chunks) == 1, f"one of {len(self.chunks)} chunks is meant: call ddp.chunks[i]"
         return self.chunks[0](*args, **kwargs)
 
-    def _new_driver(self) -> UnitDriver:
-        frees, order, config = self.sharding.weights is not ShardOver.NONE, self._forward_order, self.config
-        buckets = [self.buffer.buckets_of_unit(unit.name) for unit in self.units]
-        numel = [sum(bucket.full_weights.numel() for bucket in one) for one in buckets]
+    def _grad_listener(self) -> GradListener:
+        frees, forward, config = self.sharding.weights is not ShardOver.NONE, self._forward_order, self.config
+        numel = [
+            sum(bucket.bucket.numel for bucket in self.buffer.buckets_of_unit(unit.name))
+            for unit in self.units
+        ]
         bound = config.suggested_communication_unit_size
+        # Where weights are gathered no rank can skip a unit, and slots taken in turns need the order of the run.
+        registered = None if frees or config.fsdp_double_buffer else forward
         overlap = config.overlap_grad_reduce and len(self.chunks) == 1
-        reductions = ReductionsInOrder(
-            self.reductions,
-            self._reports,
-            # Where weights are gathered no rank can skip a unit, and slots taken in turns need the order of the run.
-            None if frees or config.fsdp_double_buffer else order,
-            overlap=overlap or self.sharding.main_grads is not ShardOver.NONE,
-        )
         # Frozen weights report no gradient, and a unit around others comes back behind them: hooks or the end of the
         # microbatch tell that backward is through these.
         frozen = set(self.buffer.frozen)
-        return UnitDriver(
+        told = [one for one in self.units if not (one.lasts or one.nests) and frozen.isdisjoint(one.names)]
+        self.driver = UnitDriver(
             self.units,
             self.gathers,
-            reductions,
+            self.reductions,
+            ReductionOrder([unit.keys for unit in self.reductions.units], registered),
+            overlap=overlap or self.sharding.main_grads is not ShardOver.NONE,
             numel=numel,
             bound=math.ceil(2 * sum(numel) / max(1, len(numel))) if bound is None else bound,
-            last=order[-1],
+            last=forward[-1],
             frees=frees,
-            passed_by_gradients=frozenset(
-                unit.index
-                for unit in self.units
-                if not (unit.lasts or unit.nests) and frozen.isdisjoint(unit.names)
-            ),
+            passed_by_gradients=frozenset(unit.index for unit in told),
         )
+        return self.driver
 
     # A step ---------------------------------------------------------------------------------------------
 
@@ -142,16 +124,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
         calls = None if num_microbatches is None else num_microbatches * len(self.chunks)
         self.driver.begin_step(calls, self._policies(num_microbatches or 1))
 
-    def _grad_listener(self) -> GradListener:
-        return self
-
-    def grad_begins(self, key: str) -> bool:
-        self.driver.grad_begins(key)
-        return self.reductions.grad_begins(key)
-
-    def grad_ready(self, key: str, microbatch: int) -> None:
-        self.driver.grad_ready(key)
-
     def microbatch_done(self, chunk: int, microbatch: int) -> None:
         """A chunk has all its gradients of one microbatch."""
         assert self.is_stepping, f"microbatch {microbatch} done outside of a step: call begin_step() first"
@@ -160,11 +132,6 @@ class FullyShardedDataParallel(DistributedDataParallel):
     def weights_changed(self) -> None:
         super().weights_changed()
         self.driver.weights_changed()
-
-    def let_go(self) -> None:
-        """Take all hooks off the model, which another engine is to have: this one's weights can still be read."""
-        for handle in self._hooks:
-            handle.remove()
 
     @functools.cached_property
     def _facts(self) -> list[UnitFacts]:
@@ -179,13 +146,12 @@ class FullyShardedDataParallel(DistributedDataParallel):
 
     def _policies(self, num_microbatches: int) -> tuple[UnitPolicy, ...]:
         """What each unit keeps in a step of so many microbatches: --fsdp-reshard-policy."""
-        several = self.place.inner_size > 1
         return policies(
             self._facts,
             self.config.fsdp_reshard_policy,
             num_microbatches=num_microbatches,
-            weights_sharded=several and self.sharding.weights is not ShardOver.NONE,
-            grads_sharded=several and self.sharding.main_grads is not ShardOver.NONE,
+            weights_sharded=self.sharding.weights is not ShardOver.NONE,
+            grads_sharded=self.sharding.main_grads is not ShardOver.NONE,
             budget_bytes=self.config.fsdp_memory_budget,
         )
 

@@ -25,19 +25,19 @@ model's output on, and only its last gradient completes it.
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from megatron.core.distributed.custom_fsdp.own_parameters import ParameterReads
 from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
 from megatron.core.distributed.unit_events import tensors_in
 from megatron.core.module import ModelError
-from megatron.core.units import Unit
+from megatron.core.units import Unit, owning_modules
 
 
 class _Call:
@@ -59,18 +59,17 @@ class UnitHooks:
         # stay): their input tensors, and the versions of these when they began.
         self._runs: list[tuple[list[Tensor], list[int]]] = []
         self._ran: dict[int, set[int]] = {unit.index: set() for unit in units}  # unit -> its modules that ran
-        self._calls = _CallsOf(weakref.WeakSet)
-        self._sources = _CallsOf(weakref.WeakSet)  # see [Note: sources]
+        self._calls = _CallsOf(weakref.WeakSet)  # that are not passed
         self._readers = _CallsOf(weakref.WeakSet)  # forwards that have read a unit, as calls
-        self._entered: dict[int, _Call] = {}  # sources whose forward is under way, by module
+        self._sources: dict[int, _Call] = {}  # under way, by module; see [Note: sources]
         self._in_chunk = False  # a chunk's forward is under way
         self._reads = ParameterReads(units, self._read)
         self._read_units: dict[int, Unit] = {}  # what the forward under way has read of those
         self.handles = [chunk.register_forward_pre_hook(self._begin_forward) for chunk in chunks]
         for module, unit in ((module, one) for one in units for module in one.modules):
             self.handles += [
-                module.register_forward_pre_hook(self._enter(unit), with_kwargs=True),
-                module.register_forward_hook(self._leave(unit), with_kwargs=True),
+                module.register_forward_pre_hook(functools.partial(self._enter, unit), with_kwargs=True),
+                module.register_forward_hook(functools.partial(self._leave, unit), with_kwargs=True),
             ]
         for chunk in chunks:
             self.handles += [
@@ -81,7 +80,7 @@ class UnitHooks:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
             self._runs.clear()  # of a forward that ended with an error
-            self._entered.clear()
+            self._sources.clear()
             self._read_units.clear()
             for ran in self._ran.values():
                 ran.clear()
@@ -116,60 +115,53 @@ class UnitHooks:
                 self._watch_outputs(unit, output, reader)
         self._read_units.clear()
 
-    def _enter(self, unit: Unit) -> Any:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recomputing = in_backward()
-            self._reads.called(module)
-            self._driver.enter_forward(unit.index, recomputing=recomputing)
-            graph = self._backward and torch.is_grad_enabled()
-            inputs = list(tensors_in((args, kwargs))) if graph else []
-            if not recomputing:
-                tracked = [tensor for tensor in inputs if not tensor.is_inference()]
-                self._runs.append((tracked, [tensor._version for tensor in tracked]))
-            if graph:
-                self._watch_inputs(unit, module, inputs)
+    def _enter(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recomputing = in_backward()
+        self._reads.called(module)
+        self._driver.enter_forward(unit.index, recomputing=recomputing)
+        graph = self._backward and torch.is_grad_enabled()
+        inputs = list(tensors_in((args, kwargs))) if graph else []
+        if not recomputing:
+            tracked = [tensor for tensor in inputs if not tensor.is_inference()]
+            self._runs.append((tracked, [tensor._version for tensor in tracked]))
+        if graph:
+            self._watch_inputs(unit, module, inputs)
 
-        return enter
-
-    def _leave(self, unit: Unit) -> Any:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            recomputing = in_backward()
-            inputs, versions = ([], []) if recomputing else self._runs.pop()
-            if [tensor._version for tensor in inputs] != versions:
-                raise ModelError(
-                    f"unit {unit.name!r}: {type(module).__name__} changes one of its inputs in place; a unit hands on "
-                    "new tensors, because its input's gradient tells when its backward is over: use the operation that "
-                    "is not in place"
-                )
-            source = self._entered.pop(id(module), None)
-            if self._backward and torch.is_grad_enabled():
-                self._watch_outputs(unit, output, source)
-            if not (recomputing or self._runs or self._in_chunk):  # a unit called without the whole
-                self._watch_read(output)
-            ran = self._ran[unit.index]
-            ran.add(id(module))
-            if len(ran) == len(unit.modules):
-                ran.clear()
-                self._driver.leave_forward(unit.index, recomputing=recomputing)
-
-        return leave
+    def _leave(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        recomputing = in_backward()
+        inputs, versions = ([], []) if recomputing else self._runs.pop()
+        if [tensor._version for tensor in inputs] != versions:
+            raise ModelError(
+                f"unit {unit.name!r}: {type(module).__name__} changes one of its inputs in place; a unit hands on "
+                "new tensors, because its input's gradient tells when its backward is over: use the operation that "
+                "is not in place"
+            )
+        source = self._sources.pop(id(module), None)
+        if self._backward and torch.is_grad_enabled():
+            self._watch_outputs(unit, output, source)
+        if not (recomputing or self._runs or self._in_chunk):  # a unit called without the whole
+            self._watch_read(output)
+        ran = self._ran[unit.index]
+        ran.add(id(module))
+        if len(ran) == len(unit.modules):
+            ran.clear()
+            self._driver.leave_forward(unit.index, recomputing=recomputing)
 
     def _watch_inputs(self, unit: Unit, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         """A module may run several times: the unit is passed once all of its calls are. See [Note: sources]."""
         inputs = [tensor for tensor in inputs if tensor.requires_grad]
         call, calls = _Call(), self._calls[unit.index]
-        if not inputs or any(tensor.is_leaf for tensor in inputs):
-            self._entered[id(module)] = call
-            self._sources[unit.index].add(call)
-            return
         calls.add(call)
+        if not inputs or any(tensor.is_leaf for tensor in inputs):
+            self._sources[id(module)] = call
+            return
 
         def through(_: Any) -> None:
             if torch.is_grad_enabled():  # create_graph=True
                 return
             calls.discard(call)
             if not self._readers[unit.index]:
-                self._driver.passed(unit.index, last=not calls and not self._sources[unit.index])
+                self._driver.passed(unit.index, last=not calls)
 
         if len(inputs) == 1:
             inputs[0].register_hook(through)
@@ -197,3 +189,44 @@ class UnitHooks:
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (torch keeps no public word for it)."""
     return torch._C._current_graph_task_id() != -1
+
+
+class OwnParameters(dict[str, "nn.Parameter | None"]):
+    """Takes the place of a module's `_parameters`. on_read: called before a parameter is read as an attribute; walking
+    over them (`state_dict`, `to`) is no read. Copies are plain dicts."""
+
+    on_read: Callable[[], None] | None = None
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        if self.on_read is not None:
+            self.on_read()
+        return super().__getitem__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.plain(),)
+
+    def plain(self) -> dict[str, nn.Parameter | None]:
+        """The module's own ones."""
+        return dict(dict.items(self))
+
+
+class ParameterReads:
+    """Calls `read(unit)` before a parameter of the unit is read as an attribute, until `called` hears of its module."""
+
+    def __init__(self, units: Sequence[Unit], read: Callable[[Unit], None]) -> None:
+        parts = {id(module) for unit in units for module in unit.modules}
+        self._owners: dict[int, list[nn.Module]] = {}  # id of a unit's module -> those with parameters
+        for module, unit in ((module, one) for one in units for module in one.modules):
+            self._owners[id(module)] = owners = list(owning_modules(module, parts))
+            for owner in owners:
+                own = owner.__dict__["_parameters"] = OwnParameters(owner._parameters.items())
+                own.on_read = functools.partial(read, unit)
+
+    def called(self, module: nn.Module) -> None:
+        """One of the units' modules is called: reads of its parameters cost nothing from here on."""
+        for owner in self._owners.pop(id(module), ()):
+            own = owner._parameters
+            assert isinstance(own, OwnParameters), f"{type(owner).__name__}: {type(own).__name__}"
+            own.on_read = None
+            if type(own) is OwnParameters:  # it has nothing else to tell
+                owner.__dict__["_parameters"] = own.plain()

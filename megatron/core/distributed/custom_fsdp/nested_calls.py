@@ -22,8 +22,7 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     ranks_of,
 )
-from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
-from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS
+from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS, ShownShards
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, ModelError
@@ -33,6 +32,7 @@ from megatron.core.units import UnitModule, matched_units
 
 class InnerCalls:
     """The calls inside a module that no call around them has taken over yet. drivers: theirs, by path of the module.
+    places: id of a parameter that was taken over -> the engine and the unit that hold its values.
 
     Raises ModelError where the module or something around it is sharded already, or where one of them has run.
     """
@@ -40,19 +40,17 @@ class InnerCalls:
     def __init__(self, module: nn.Module) -> None:
         self._name = name = f"fully_shard({type(module).__name__})"
         self._paths = {id(one): path for path, one in module.named_modules()}
-        here = dict.fromkeys(one.__dict__.get(DRIVER) for one in module.modules())
-        self.drivers: dict[str, StepDriver] = {
-            self._paths[id(driver.module)]: driver
-            for driver in here
-            if driver and id(driver.module) in self._paths
-        }
+        here = dict.fromkeys(one.__dict__[DRIVER] for one in module.modules() if DRIVER in one.__dict__)
+        inside = (driver for driver in here if id(driver.module) in self._paths)
+        self.drivers: dict[str, StepDriver] = {self._paths[id(one.module)]: one for one in inside}
+        self.places: dict[int, tuple[FullyShardedDataParallel, int]] = {}
         if DRIVER in module.__dict__:
             raise ModelError(
                 f"{name} for a second time: it is sharded already, in place; leave out one of the calls"
             )
         known = [driver.shards for driver in self.drivers.values()]
         for own in (one.__dict__["_parameters"] for one in module.modules()):
-            if isinstance(own, OwnParameters) and not any(own.view is one for one in (None, *known)):
+            if isinstance(own, ShownShards) and own.shards not in known:
                 raise ModelError(
                     f"{name}: a module around it is sharded already, and its parameters with it; call fully_shard from "
                     "the inside out: each layer, then the model"
@@ -89,8 +87,6 @@ class InnerCalls:
     def take_over(self, ps: ParallelState, config: DistributedDataParallelConfig) -> None:
         """The modules inside are plain ones again. Raises ModelError where their ranks or configs are others."""
         given = dataclasses.asdict(config)
-        self._engine_of: dict[int, tuple[FullyShardedDataParallel, int]] = {}  # parameter -> engine, unit
-        self.own_parameters = set[int]()
         for path, driver in self.drivers.items():
             theirs = dataclasses.asdict(driver.engine.config)
             fields = [one for one in given if one != "fsdp_unit_modules" and theirs[one] != given[one]]
@@ -103,26 +99,18 @@ class InnerCalls:
         for driver in self.drivers.values():
             driver.release()
             engine, parameters = driver.engine, dict(driver.module.named_parameters())
-            self.own_parameters |= {id(parameter) for parameter in parameters.values()}
-            self._engine_of |= {
+            self.places |= {
                 id(parameters[name]): (engine, unit.index) for unit in engine.units for name in unit.names
             }
 
     @contextlib.contextmanager
     def reading(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Their values are there inside. Communicates over dp_gather."""
-        places = (self._engine_of[id(one)] for one in parameters if id(one) in self._engine_of)
+        places = (self.places[id(one)] for one in parameters if id(one) in self.places)
         with contextlib.ExitStack() as inside:
             for engine, unit in dict.fromkeys(places):
                 inside.enter_context(engine.gathered([unit]))
             yield
-
-    def hand_over(self, driver: StepDriver) -> None:
-        """From here on `driver` drives the modules of the calls inside."""
-        for inner in self.drivers.values():
-            for module in inner.module.modules():
-                if DRIVER in module.__dict__:
-                    module.__dict__[DRIVER] = driver
 
 
 def refuse_optimizers(module: nn.Module) -> None:

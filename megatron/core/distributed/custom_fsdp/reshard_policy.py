@@ -78,29 +78,28 @@ def check_policy(
     Raises ReshardPlanError for a budget without the policy and the reverse, and for a policy without anything to keep.
     """
     assert policy in POLICIES, policy
-    misfits = budget_misfits(policy, budget_bytes)
-    idle = keeps_nothing(policy, weights_sharded=weights_sharded, grads_sharded=grads_sharded)
-    if misfits and budget_bytes is None:
-        raise ReshardPlanError(
-            "--fsdp-reshard-policy budget needs --fsdp-memory-budget BYTES: what units may keep beyond the least"
-        )
-    if misfits:
+    if budget_misfits(policy, budget_bytes):
+        if budget_bytes is None:
+            raise ReshardPlanError(
+                "--fsdp-reshard-policy budget needs --fsdp-memory-budget BYTES: what units may keep beyond the least"
+            )
         raise ReshardPlanError(
             f"--fsdp-memory-budget {budget_bytes} with --fsdp-reshard-policy {policy}: only policy budget is bound by "
             "it; use --fsdp-reshard-policy budget, or leave the budget out"
         )
     if budget_bytes is not None and budget_bytes < 0:
         raise ReshardPlanError(f"--fsdp-memory-budget {budget_bytes}: give 0 bytes or more")
-    if idle and policy == "backward":
+    if not keeps_nothing(policy, weights_sharded=weights_sharded, grads_sharded=grads_sharded):
+        return
+    if policy == "backward":
         raise ReshardPlanError(
             "--fsdp-reshard-policy backward keeps weights gathered from forward to backward, and this strategy does "
             "not shard weights: use --data-parallel-sharding-strategy optim_grads_params, or leave the policy out"
         )
-    if idle:
-        raise ReshardPlanError(
-            f"--fsdp-reshard-policy {policy}: this strategy gathers and reduces once a step whatever is kept; use "
-            "--data-parallel-sharding-strategy optim_grads or optim_grads_params, or leave the policy out"
-        )
+    raise ReshardPlanError(
+        f"--fsdp-reshard-policy {policy}: this strategy gathers and reduces once a step whatever is kept; use "
+        "--data-parallel-sharding-strategy optim_grads or optim_grads_params, or leave the policy out"
+    )
 
 
 def policies(

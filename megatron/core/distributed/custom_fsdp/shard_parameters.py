@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.dist_checkpointing import state_pieces
 from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece
-from megatron.core.distributed.custom_fsdp.hooks import in_backward
-from megatron.core.distributed.custom_fsdp.own_parameters import OwnParameters
+from megatron.core.distributed.custom_fsdp.hooks import OwnParameters, in_backward
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
@@ -35,21 +34,73 @@ UNCOPIED = (
 )
 
 
+class ShownShards(OwnParameters):
+    """Shows others the shards in the place of a module's own parameters, one as an attribute, all that are walked
+    over; in forwards and backwards of the module its own. `plain` are always its own."""
+
+    def __init__(self, own: Mapping[str, nn.Parameter | None], shards: ShardParameters) -> None:
+        super().__init__(dict.items(own) if isinstance(own, OwnParameters) else own)
+        self.on_read, self.shards = getattr(own, "on_read", None), shards
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter, shards = super().__getitem__(name), self.shards
+        if parameter is None or shards.in_forward or shards.readable or in_backward():
+            return parameter
+        return shards.registered[shards.first[id(parameter)]]
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        return self._listed().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        return self._listed().values()
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        first = self._names().get(name)
+        known = {id(shard): one for one, shard in self.shards.registered.items()}
+        if first is None or value is None or known.get(id(value), first) != first:
+            raise ModelError(
+                f"parameter {name!r} is registered, tied or removed after fully_shard, which has cut what there was: "
+                "do it before"
+            )
+        self.shards.registered[first] = value
+
+    def __delitem__(self, name: str) -> None:
+        self[name] = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ModelError(UNCOPIED)
+
+    def pieces(self) -> Iterator[tuple[str, Tensor, FlatSpan]]:
+        """The module's names, their shards and what they are of."""
+        for name, first in self._names().items():
+            if first is not None:
+                yield name, self.shards.registered[first].detach(), self.shards.places[first]
+
+    def _names(self) -> dict[str, str | None]:
+        """The module's names -> the parameter's first name."""
+        return {name: p if p is None else self.shards.first[id(p)] for name, p in self.plain().items()}
+
+    def _listed(self) -> dict[str, nn.Parameter | None]:
+        if self.shards.in_forward or in_backward():
+            return self.plain()
+        return {
+            name: self.shards.registered[first] if first else None for name, first in self._names().items()
+        }
+
+
 class ShardParameters:
     """The shards that this rank holds: those that it trains, and frozen ones.
 
     names: of those that are trained. registered: the parameters that are registered now: code that loads may put others
-    there. places: what each is of. module: shows the shards as its parameters; none by default. in_forward: the module
-    shows its own parameters, as it does in a backward. may_have_changed: an optimizer has stepped, or a backward has
-    ended.
+    there. places: what each is of. module: shows the shards as its parameters; none by default. first: id of a
+    parameter of its own -> its first name. in_forward: the module shows its own parameters, as it does in a backward;
+    readable: as attributes. may_have_changed: an optimizer has stepped, or a backward has ended.
     """
 
     def __init__(self, buffer: FlatBuffer, module: nn.Module | None = None) -> None:
         self.names, sharding = buffer.names, buffer.sharding
         self.in_forward = self.may_have_changed = False
-        self._whole = self._readable = (
-            sharding.weights is ShardOver.NONE
-        )  # attributes give the module's own parameters
+        self._whole = self.readable = sharding.weights is ShardOver.NONE
         self._parts = {name: buffer.main_weight_part(name) for name in buffer.names}
         self._parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
         # Made before the first step begins, so that these views do not keep gradients at rest from being released.
@@ -67,7 +118,7 @@ class ShardParameters:
         }
         self._storages = {name: _storage(part) for name, part in self._parts.items()}
         self._versions = self._current_versions()
-        self._first: dict[int, str] = {}  # id of a parameter of the module's own -> its first name
+        self.first: dict[int, str] = {}
         self._owners: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -106,7 +157,7 @@ class ShardParameters:
 
     def read_whole(self, whole: bool) -> None:
         """Whether attributes give whole weights, which are gathered, outside of a forward too."""
-        self._readable = whole or self._whole
+        self.readable = whole or self._whole
 
     def release(self) -> None:
         """Give the module its own parameters back."""
@@ -116,61 +167,18 @@ class ShardParameters:
             handle.remove()
         _LIVE.discard(self)
 
-    # In the place of a module's parameters (`ParameterView`) -----------------------------------------------
-
-    def read(self, own: OwnParameters, name: str) -> nn.Parameter | None:
-        parameter = dict.__getitem__(own, name)
-        if self.in_forward or self._readable or parameter is None or in_backward():
-            return parameter
-        return self.registered[self._first[id(parameter)]]
-
-    def listed(self, own: OwnParameters) -> dict[str, nn.Parameter | None]:
-        if self.in_forward or in_backward():
-            return own.plain()
-        return {
-            name: self.registered[first] if first else None for name, first in self._names_in(own).items()
-        }
-
-    def assign(self, own: OwnParameters, name: str, value: nn.Parameter | None) -> None:
-        first = self._names_in(own).get(name)
-        known = {id(other): one for one, other in self.registered.items()}
-        if first is None or value is None or known.get(id(value), first) != first:
-            raise ModelError(
-                f"parameter {name!r} is registered, tied or removed after fully_shard, which has cut what there was: "
-                "do it before"
-            )
-        self.registered[first] = value
-
-    def copied(self) -> tuple[Any, ...]:
-        raise ModelError(UNCOPIED)
-
-    def pieces(self, own: OwnParameters) -> Iterator[tuple[str, Tensor, FlatSpan]]:
-        """Names of a module, their shards and what they are of."""
-        for name, first in self._names_in(own).items():
-            if first is not None:
-                yield name, self.registered[first].detach(), self.places[first]
-
     def _take_places(self, module: nn.Module) -> None:
-        self._first = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._own = list(module.parameters())  # so that no other gets one of these ids
         self._owners = [one for one in module.modules() if one is module or one._parameters]
         for owner in self._owners:
-            own = owner.__dict__["_parameters"]
-            if not isinstance(own, OwnParameters):
-                own = owner.__dict__["_parameters"] = OwnParameters(own)
-            own.view = self
+            owner.__dict__["_parameters"] = ShownShards(owner.__dict__["_parameters"], self)
             self._handles.append(owner.register_state_dict_post_hook(_give_pieces))
             self._handles.append(owner.register_load_state_dict_pre_hook(_take_pieces))
 
-    def _names_in(self, own: OwnParameters) -> dict[str, str | None]:
-        """A module's names -> the parameter's first name."""
-        return {name: p if p is None else self._first[id(p)] for name, p in own.plain().items()}
-
-    # Optimizers -------------------------------------------------------------------------------------------
-
     def before_step(self, optimizer: torch.optim.Optimizer, updated: set[int]) -> None:
         """Raises ModelError where it has parameters of the module's own, whose gradients never come."""
-        if names := sorted(name for own, name in self._first.items() if own in updated):
+        if names := sorted(name for own, name in self.first.items() if own in updated):
             raise ModelError(
                 f"{type(optimizer).__name__} has parameters that fully_shard has cut, {names[:3]} for one, and "
                 f"would train nothing: {BUILD_IT_AFTERWARDS}"
@@ -196,29 +204,24 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 
 
 def _give_pieces(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, shard, place in _pieces_of(module):
+    for name, shard, place in module.__dict__["_parameters"].pieces():
         if not isinstance(state.get(prefix + name), nn.Parameter | None):  # keep_vars=True
             state[prefix + name] = StatePiece(shard, place)
 
 
 def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, _shard, place in _pieces_of(module):
+    for name, _shard, place in module.__dict__["_parameters"].pieces():
         if prefix + name in state:
             state[prefix + name] = state_pieces.taken(state[prefix + name], place)
 
 
-def _pieces_of(module: nn.Module) -> Iterator[tuple[str, Tensor, FlatSpan]]:
-    own = module.__dict__["_parameters"]
-    assert isinstance(own.view, ShardParameters), f"{type(module).__name__}: {type(own.view).__name__}"
-    return own.view.pieces(own)
-
-
 def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return state_pieces.optimizer_pieces(optimizer, packed, _places())
+    as_pieces = functools.partial(state_pieces.as_pieces, optimizer=type(optimizer).__name__)
+    return state_pieces.repacked(optimizer, packed, _places(), as_pieces)
 
 
 def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return state_pieces.optimizer_parts(optimizer, packed, _places())
+    return state_pieces.repacked(optimizer, packed, _places(), state_pieces.own_parts)
 
 
 def _places() -> dict[int, FlatSpan]:

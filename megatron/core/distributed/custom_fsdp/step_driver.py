@@ -58,9 +58,8 @@ class StepDriver:
 
     def release(self) -> None:
         """The module is a plain one again, whose weights only the engine can still read."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self.engine.hooks):
             handle.remove()
-        self.engine.let_go()
         self.shards.release()
 
     def write_back(self) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline, UnitState
-from megatron.core.distributed.custom_fsdp.reduction_order import ReductionsInOrder
 from megatron.core.distributed.custom_fsdp.reshard_policy import Keep, UnitPolicy
-from megatron.core.distributed.custom_fsdp.run_order import RunOrder
+from megatron.core.distributed.custom_fsdp.run_order import ReductionOrder, RunOrder
+from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.module import ModelError
 from megatron.core.units import Unit
 
@@ -33,19 +33,22 @@ class UnitDriver:
     """What follows from a model's hooks (`UnitHooks`), from its gradients, and from what the loop says of its
     microbatches: gathers what is needed, and ahead of that what comes next in the recorded order, within a bound.
 
-    numel: elements of each unit. bound: elements gathered at any time, the unit in use included; a unit that is needed
-    is gathered whatever the bound, and nothing is gathered ahead that would exceed it. last: the unit that is taken for
-    the forward's last as long as nothing is recorded. frees: weights are sharded; else they are only waited for.
-    passed_by_gradients: units whose backward is over with their last gradient. on_gradient, on_backward: told inside
-    backwards: of each contribution; of each unit that backward comes to. Communicates over dp_gather and dp_reduce.
+    order: of reductions; overlap: without, nothing is reduced before a step's end. numel: elements of each unit. bound:
+    elements gathered at any time, the unit in use included; a unit that is needed is gathered whatever the bound, and
+    nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last as long as
+    nothing is recorded. frees: weights are sharded; else they are only waited for. passed_by_gradients: units whose
+    backward is over with their last gradient. on_gradient, on_backward: told inside backwards: of each contribution; of
+    each unit that backward comes to. Communicates over dp_gather and dp_reduce.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         gathers: AllGatherPipeline,
-        reductions: ReductionsInOrder,
+        reductions: GradReducePipeline,
+        order: ReductionOrder,
         *,
+        overlap: bool,
         numel: Sequence[int],
         bound: int,
         last: int,
@@ -53,18 +56,19 @@ class UnitDriver:
         passed_by_gradients: Collection[int],
     ) -> None:
         self._units, self._gathers, self._reductions = units, gathers, reductions
+        self._to_reduce, self._overlap = order, overlap
         self._numel, self._bound, self._last, self._frees = numel, bound, last, frees
         self._passed_by_gradients = passed_by_gradients
         self.on_gradient: Callable[[], None] | None = None
         self.on_backward: Callable[[], None] | None = None
         self._left: int | None = None  # microbatches of the step; None where nobody has said how many
-        self._training = self._evaluating = False
+        self._training = False
         self._keep = (Keep.NOTHING,) * len(units)  # for how long each unit stays gathered
         self._for: dict[int, _For] = {}  # of all that is gathered
         self._orders = {True: RunOrder(), False: RunOrder()}  # training or not
         self.order = self._orders[True]
-        for order in self._orders.values():
-            order.begin(repeats=False)  # units may be called without the model around them
+        for one in self._orders.values():
+            one.begin(repeats=False)  # units may be called without the model around them
         self._is_open = False  # a microbatch has begun and not ended
         # While a forward without backward runs: what it leaves alone.
         self._training_holds: set[int] | None = None
@@ -74,14 +78,14 @@ class UnitDriver:
     def begin_step(self, num_microbatches: int | None, policies: Sequence[UnitPolicy]) -> None:
         """num_microbatches: of all chunks; None where `begin_backward` will say which is the last."""
         self._keep = tuple(one.keep for one in policies)
-        self._reductions.late = frozenset(unit for unit, one in enumerate(policies) if one.reduce_late)
-        self._reductions.begin_microbatch()
+        self._to_reduce.late = frozenset(unit for unit, one in enumerate(policies) if one.reduce_late)
+        self._to_reduce.begin_microbatch()
         self._expect(num_microbatches)
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Of a step whose length was not told: is_last: its last microbatch; else nothing is reduced behind it."""
         assert self._left is None, "the step was begun with its number of microbatches"
-        self._reductions.held_back = not is_last
+        self._to_reduce.held_back = not is_last
         self._expect(1 if is_last else None)
 
     def microbatch_done(self) -> None:
@@ -89,9 +93,9 @@ class UnitDriver:
         ahead; with the last one, all."""
         assert self._left != 0, "more microbatches done than the step has"
         left = None if self._left is None else self._left - 1
-        self._reductions.complete(*range(len(self._units)))
+        self._reduce(range(len(self._units)))
         if left != 0:
-            self._reductions.begin_microbatch()
+            self._to_reduce.begin_microbatch()
         self._expect(left)
         self.order, self._training_holds, self._is_open = self._orders[True], None, False
         self._free_all(
@@ -102,7 +106,7 @@ class UnitDriver:
 
     def _expect(self, left: int | None) -> None:
         self._left = left
-        self._reductions.is_last |= left == 1
+        self._to_reduce.is_last |= left == 1
 
     # Weights outside of the model -----------------------------------------------------------------------
 
@@ -125,22 +129,34 @@ class UnitDriver:
 
     # Gradients ------------------------------------------------------------------------------------------
 
-    def grad_begins(self, key: str) -> None:
-        """A contribution is about to be written. Raises ModelError where no more was to come."""
+    def grad_begins(self, key: str) -> bool:
+        """A contribution is about to be written. Whether it overwrites. Raises ModelError where no more was to come."""
         if self.on_gradient is not None:
             self.on_gradient()
-        self._reductions.grad_begins(key)
+        if self._overlap and (unit := self._to_reduce.too_late(key)) is not None:
+            raise ModelError(
+                f"a gradient for parameter {key!r} arrived after its unit {self._units[unit].name!r} had "
+                "all its gradients of the microbatch: a module that runs several times under reentrant activation "
+                "checkpointing reports a gradient for each, with no word which is the last; checkpoint it with "
+                "use_reentrant=False, or give each use a module of its own"
+            )
+        return self._reductions.grad_begins(key)
 
-    def grad_ready(self, key: str) -> None:
+    def grad_ready(self, key: str, microbatch: int) -> None:
         """A contribution is complete; the unit is reduced with its last one."""
-        unit = self._reductions.grad_ready(key)
+        unit = self._to_reduce.contributed(key)
         if unit is not None:
             self._complete(unit)
 
     def _complete(self, unit: int) -> None:
         if unit in self._passed_by_gradients:
             self._mark_passed(unit)
-        self._reductions.complete(unit)
+        self._reduce((unit,))
+
+    def _reduce(self, complete: Collection[int]) -> None:
+        if self._overlap:
+            for unit in self._to_reduce.complete(complete):
+                self._reductions.start(unit)
 
     # Hooks. recomputing: inside a backward, whose forward is run again -----------------------------------
 
@@ -150,7 +166,7 @@ class UnitDriver:
         Its units may find their slots of a double buffer taken: by an earlier forward that waits for its backward, or
         that ended with an error. They take these.
         """
-        self._training, self._evaluating = training, not training
+        self._training = training
         if self._is_open and any(self._gathers.is_blocked(unit) for unit in range(len(self._units))):
             self._free_all(lambda unit: self._keep[unit] is not Keep.STEP)
         self.order = self._orders[training]
@@ -160,7 +176,6 @@ class UnitDriver:
 
     def end_forward(self, *, training: bool) -> None:
         """Of a forward without backward nothing stays gathered but what training held before it."""
-        self._evaluating = False
         if not training:
             held, self._training_holds = self._training_holds or set(), None
             self._free_all(lambda unit: unit not in held)
@@ -168,8 +183,8 @@ class UnitDriver:
                 self.order = self._orders[True]
 
     def enter_forward(self, unit: int, *, recomputing: bool) -> None:
-        if not recomputing and not self._evaluating:
-            self._reductions.forward_reached(unit)
+        if not recomputing and self._training_holds is None:
+            self._to_reduce.forward_reached(unit)
         self._need(unit)
 
     def leave_forward(self, unit: int, *, recomputing: bool) -> None:

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit, UnitAccesses
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     PositionEmbedding,
     VocabParallelEmbedding,
+    column_linear,
 )
-from megatron.core.tensor_parallel.linear import column_linear
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
-from megatron.core.tensor_parallel.random import DropoutSite, dropout
+from megatron.core.tensor_parallel.random import DropoutSite, dropout, fill
 from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta
 from megatron.core.transformer.attention import InferenceCache
 from megatron.core.transformer.rotary import RotaryEmbedding
@@ -31,7 +30,7 @@ class GPTModel(MegatronModule):
 
     config: sizes filled in (`TransformerConfig.resolved`). seed: of initial weights and dropout. device:
     torch's default device if not given; parameters are filled there, or left empty on the meta device for an
-    engine to materialise and fill (`tensor_parallel.init`). layers: global numbers of the layers held here;
+    engine to materialise and fill (`tensor_parallel.random`). layers: global numbers of the layers held here;
     all of them by default. pre_process, post_process: this stage embeds, and computes logits or the loss. A stage
     that does neither and has no layers hands on what it is given. other_end_here: the model's other end is another
     chunk of this rank (on a V), and the matrix of tied embeddings one parameter of both: `build_engine` joins them.

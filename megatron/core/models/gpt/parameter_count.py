@@ -57,22 +57,26 @@ def count_parameters(
     return ParameterCount(total=total, per_rank=tuple(per_rank))
 
 
-def layer_parameters(config: TransformerConfig, tp: int = 1) -> int:
-    """Parameters of one layer on one of `tp` tensor ranks: matrices are split, norms and output biases are not.
+def layer_matrices(config: TransformerConfig, tp: int = 1) -> tuple[tuple[int, int], ...]:
+    """(inputs, outputs) of a layer's QKV, attention output, FC1 and FC2 on one of `tp` tensor ranks.
 
     A key and value head is on one rank at least: with fewer query groups than ranks, several hold the same one.
     """
-    h, head = config.hidden_size, config.kv_channels
+    h, head, ffn = config.hidden_size, config.kv_channels, config.ffn_hidden_size // tp
     query = config.num_attention_heads // tp * head
     qkv = query + 2 * max(config.num_query_groups // tp, 1) * head
-    ffn = config.ffn_hidden_size // tp
-    fc1 = ffn * (2 if config.gated_linear_unit else 1)
-    here = h * qkv + query * h + h * fc1 + ffn * h + 2 * norm_parameters(config, h)
+    return (h, qkv), (query, h), (h, ffn * (2 if config.gated_linear_unit else 1)), (ffn, h)
+
+
+def layer_parameters(config: TransformerConfig, tp: int = 1) -> int:
+    """Parameters of one layer on one of `tp` tensor ranks: matrices are split, norms and output biases are not."""
+    (h, qkv), _, (_, fc1), _ = matrices = layer_matrices(config, tp)
+    here = sum(into * out for into, out in matrices) + 2 * norm_parameters(config, h)
     if config.add_bias_linear or config.add_qkv_bias:
         here += qkv
     here += h * config.attention_output_bias + (fc1 + h) * config.add_bias_linear
     if config.qk_layernorm:
-        here += 2 * norm_parameters(config, head)
+        here += 2 * norm_parameters(config, config.kv_channels)
     return here
 
 

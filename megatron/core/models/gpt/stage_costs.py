@@ -7,8 +7,11 @@ sb(34h+5as). The terms here are those of our own layers and of what they really 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from megatron.core.models.gpt.parameter_count import layer_matrices
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,6 +50,17 @@ class StageWork:
         return StageWork(*(a + factor * b for a, b in zip(mine, theirs, strict=True)))
 
 
+class _Sizes(NamedTuple):
+    """tokens: of a microbatch. element, residual: bytes of an element of activations, of the residual stream. parts:
+    that sequence parallel cuts hidden states into. whole_input: bytes of a column layer's gathered input."""
+
+    tokens: int
+    element: int
+    residual: int
+    parts: int
+    whole_input: int
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelCosts:
     """The facts that costs follow from.
@@ -74,13 +88,13 @@ class ModelCosts:
             tuple(one.w / unit for one in works),
             tuple(one.saved for one in works),
             tuple(one.held for one in works),
-            self._hidden(self._residual) * _FLOPS_OF_SENT_BYTE[self.has_gpu] / unit,
+            self._hidden(self._sizes.residual) * _FLOPS_OF_SENT_BYTE[self.has_gpu] / unit,
         )
 
     def stage(self, spec: StageSpec) -> StageWork:
         """All that a stage holds; of one without anything, handing on."""
         inputs = (bool(spec.layers) or not spec.embedding) + (bool(spec.layers) and spec.loss)
-        total = StageWork(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._residual))
+        total = StageWork(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._sizes.residual))
         if spec.embedding:
             total = total + self.embedding()
         total = sum(self.of_layers(len(spec.layers)), total)
@@ -88,9 +102,9 @@ class ModelCosts:
 
     def of_layers(self, count: int) -> list[StageWork]:
         """Each of a stage's layers, without the input of the first, which the stage has."""
-        one, hidden = self.layer(), self._hidden(self._residual)
+        one, hidden = self.layer(), self._hidden(self._sizes.residual)
         works: list[StageWork] = []
-        for first, end, recomputed in self.recomputed(count):
+        for first, end, recomputed in self.config.recompute_chunks(count):
             if recomputed:  # only the chunk's input is kept
                 again = dataclasses.replace(one, b=one.b + one.f, saved=0.0)
                 kept = dataclasses.replace(again, saved=hidden if first else 0.0)
@@ -101,108 +115,98 @@ class ModelCosts:
                     works[0] = dataclasses.replace(one, saved=one.saved - hidden)
         return works
 
-    def recomputed(self, count: int) -> list[tuple[int, int, bool]]:
-        """(first, end, whether its activations are computed again in the backward) of runs of a stage's layers."""
-        config = self.config
-        if config.recompute_granularity != "full":
-            return [(0, count, False)]
-        step = config.recompute_num_layers or 1
-        if config.recompute_method == "block":
-            dropped = min(step, count)
-            return [(at, at + 1, True) for at in range(dropped)] + [(dropped, count, False)]
-        return [(at, min(at + step, count), True) for at in range(0, count, step)]
-
     def layer(self) -> StageWork:
         """One decoder layer."""
-        c, e, tokens, query, key = self.config, self._element, self._tokens, self._query, self._key
-        width, hidden = c.ffn_hidden_size / self.tp, c.hidden_size
-        first = width * (2 if c.gated_linear_unit else 1)
-        products = (
-            2 * tokens * (hidden * (query + 2 * key) + query * hidden + hidden * first + width * hidden)
-        )
-        scores = 4 * tokens * c.seq_length * query
+        c, z = self.config, self._sizes
+        matrices = layer_matrices(c, self.tp)
+        products = 2 * z.tokens * sum(into * out for into, out in matrices)
+        (_, qkv), (query, _), (_, fc1), (width, _) = matrices
+        scores = 4 * z.tokens * c.seq_length * query
         again = scores if self._recomputes_core else 0.0
         masks = 2 * self._hidden(1) if c.hidden_dropout else 0.0
         saved = (
-            2 * self._hidden(self._residual)  # inputs of both norms
+            2 * self._hidden(z.residual)  # inputs of both norms
             + 2 * self._column_input  # and what they hand on
             + self._norms(2)
-            + self._attention()
-            + tokens * first * e
+            + self._attention(query, (qkv - query) / 2)
+            + z.tokens * fc1 * z.element
             + masks
         )
         held = (
             2 * self._column_input
-            + tokens * e * (query + 2 * key + first)  # gradients of the column layers' outputs
-            + tokens * e * (query + width)  # inputs of the row layers
-            + 2 * tokens * hidden * e
+            + z.tokens * z.element * (qkv + fc1)  # gradients of the column layers' outputs
+            + z.tokens * z.element * (query + width)  # inputs of the row layers
+            + 2 * z.whole_input
         )
         f, b = products + scores + self._moved, products + 2 * scores + again + self._moved
         return StageWork(f, b, products + 2 * self._gathered_again, saved, held)
 
     def embedding(self) -> StageWork:
         """Lookup and dropout; W adds rows."""
-        ids = self._tokens * 8 * (2 if self.config.position_embedding_type == "learned_absolute" else 1)
+        z = self._sizes
+        ids = z.tokens * 8 * (2 if self.config.position_embedding_type == "learned_absolute" else 1)
         masks = self._hidden(1) if self.config.hidden_dropout else 0.0
         # Hidden states enter here: the stage takes none from another.
-        return StageWork(self._moved, 0.0, self._moved, ids + masks, ids + self._hidden(self._residual))
+        return StageWork(self._moved, 0.0, self._moved, ids + masks, ids + self._hidden(z.residual))
 
     def head(self) -> StageWork:
         """Final norm, output layer, loss."""
-        columns = self.padded_vocab_size / self.tp
-        product = 2 * self._tokens * self.config.hidden_size * columns
-        logits = self._tokens * columns
-        saved = self._column_input + self._norms(1) + logits * max(4, self._element) + self._tokens * 8
-        held = self._column_input + logits * self._element
+        z, columns = self._sizes, self.padded_vocab_size / self.tp
+        product, logits = 2 * z.tokens * self.config.hidden_size * columns, z.tokens * columns
+        saved = self._column_input + self._norms(1) + logits * max(4, z.element) + z.tokens * 8
+        held = self._column_input + logits * z.element
         w = product + self._gathered_again
         return StageWork(product + 5 * logits, product + 3 * logits, w, saved, held)
 
-    def _attention(self) -> float:
-        """Bytes that attention keeps, up to the input of its output projection."""
-        c, e, tokens = self.config, self._element, self._tokens
-        per_group = c.num_attention_heads // max(c.num_query_groups, 1)
-        kept = tokens * (self._query + 2 * self._key) * e
+    def _attention(self, query: float, key: float) -> float:
+        """Bytes that attention keeps, up to the input of its output projection. query, key: widths on this rank."""
+        c, e, tokens = self.config, self._sizes.element, self._sizes.tokens
+        kept = tokens * (query + 2 * key) * e
         turned = c.position_embedding_type == "rope" or c.qk_layernorm
-        heads = tokens * (self._query + self._key) * e if turned else 0.0
-        if per_group > 1 and (c.qk_layernorm or not turned):
-            heads += tokens * self._query * e  # queries of a group lie between keys: a copy
+        heads = tokens * (query + key) * e if turned else 0.0
+        if c.num_attention_heads // max(c.num_query_groups, 1) > 1 and (c.qk_layernorm or not turned):
+            heads += tokens * query * e  # queries of a group lie between keys: a copy
         if c.qk_layernorm:
-            heads += tokens * (self._query + self._key) / c.kv_channels * 4 * self._numbers_of_norm
-        kept = kept + heads + tokens * self._query * e
+            heads += tokens * (query + key) / c.kv_channels * 4 * self._numbers_of_norm
+        kept = kept + heads + tokens * query * e
         if self._recomputes_core:
             return kept
         scores = self.micro_batch_size * c.num_attention_heads / self.tp * c.seq_length**2
         if c.attention_backend in ("unfused", "local"):
             wide = max(e, 4) if c.attention_softmax_in_fp32 or c.apply_query_key_layer_scaling else e
             each = wide + (1 + e if c.attention_dropout else e if wide != e else 0)
-            return kept + tokens * self._query * e + each * scores
+            return kept + tokens * query * e + each * scores
         if c.attention_dropout and not self.has_gpu:
             # torch's kernel for CPUs writes the scores out where it drops some: fp32, their mask, and what is left
-            return kept + tokens * 2 * self._query * max(e, 4) + 12 * scores
+            return kept + tokens * 2 * query * max(e, 4) + 12 * scores
         return kept + tokens * (c.num_attention_heads / self.tp) * 4
 
     def _norms(self, count: int) -> float:
-        return count * self._numbers_of_norm * 4 * self._tokens / self._parts
+        return count * self._numbers_of_norm * 4 * self._sizes.tokens / self._sizes.parts
 
     def _hidden(self, element: int) -> float:
         """Hidden states of a microbatch, under sequence parallel this rank's part, in elements of so many bytes."""
-        return self._tokens * self.config.hidden_size * element / self._parts
+        return self._sizes.tokens * self.config.hidden_size * element / self._sizes.parts
+
+    @functools.cached_property
+    def _sizes(self) -> _Sizes:
+        tokens, element = self.config.seq_length * self.micro_batch_size, DTYPE_BYTES[self.params_dtype]
+        residual = max(4, element) if self.config.fp32_residual_connection else element
+        whole = tokens * self.config.hidden_size * element
+        return _Sizes(tokens, element, residual, self.tp if self.sequence_parallel else 1, whole)
 
     @property
     def _column_input(self) -> float:
         """What is kept of the input of a column layer."""
-        return self._whole_input if self.keeps_gathered else self._whole_input / self._parts
+        return self._sizes.whole_input / (1 if self.keeps_gathered else self._sizes.parts)
 
     @property
     def _gathered_again(self) -> float:
         """What W waits for a column layer's input, in FLOPs."""
-        if self.keeps_gathered or self._parts == 1:
+        if self.keeps_gathered or self._sizes.parts == 1:
             return 0.0
-        return self._whole_input * (1 - 1 / self._parts) * _FLOPS_OF_GATHERED_BYTE[self.has_gpu]
-
-    @property
-    def _whole_input(self) -> int:
-        return self._tokens * self.config.hidden_size * self._element
+        missing = self._sizes.whole_input * (1 - 1 / self._sizes.parts)
+        return missing * _FLOPS_OF_GATHERED_BYTE[self.has_gpu]
 
     @property
     def _numbers_of_norm(self) -> int:
@@ -216,28 +220,5 @@ class ModelCosts:
 
     @property
     def _moved(self) -> float:
-        return _ELEMENTWISE * self._tokens * self.config.hidden_size / self._parts
-
-    @property
-    def _parts(self) -> int:
-        return self.tp if self.sequence_parallel else 1
-
-    @property
-    def _tokens(self) -> int:
-        return self.config.seq_length * self.micro_batch_size
-
-    @property
-    def _element(self) -> int:
-        return DTYPE_BYTES[self.params_dtype]
-
-    @property
-    def _residual(self) -> int:
-        return max(4, self._element) if self.config.fp32_residual_connection else self._element
-
-    @property
-    def _query(self) -> float:
-        return self.config.num_attention_heads * self.config.kv_channels / self.tp
-
-    @property
-    def _key(self) -> float:
-        return max(self.config.num_query_groups / self.tp, 1) * self.config.kv_channels
+        """FLOPs that elementwise work is counted as."""
+        return _ELEMENTWISE * self._sizes.tokens * self.config.hidden_size / self._sizes.parts

@@ -7,6 +7,7 @@ error that names the flags.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from megatron.core.config_base import LAYERS, STAGES
@@ -59,13 +60,12 @@ def split_stages(
             f"{len(counts)} chunks of the model with --pipeline-model-parallel-size 1: interleaving needs at least 2 "
             f"ranks; raise it, or leave {LAYOUT if by_layout else f'{_PER_CHUNK} / {_CHUNKS}'} out"
         )
-    specs, first = [], 0
-    for stage, count in enumerate(counts):
-        layers = tuple(range(first, first + count))
-        specs.append(StageSpec(layers, embedding=stage == 0, loss=stage == len(counts) - 1))
-        first += count
-    assert first == num_layers, f"stages hold {first} layers, the model has {num_layers}"
-    return tuple(specs)
+    assert sum(counts) == num_layers, f"stages hold {sum(counts)} layers, the model has {num_layers}"
+    ends, last = itertools.accumulate(counts), len(counts) - 1
+    return tuple(
+        StageSpec(tuple(range(end - count, end)), embedding=stage == 0, loss=stage == last)
+        for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
+    )
 
 
 def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[str]:

@@ -15,7 +15,6 @@ from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateByt
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.plan_file import load_plan
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.schedules import (
     AUTO,
@@ -24,6 +23,7 @@ from megatron.core.pipeline_parallel.plan.schedules import (
     SCHEDULES,
 )
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.pipeline_parallel.plan.text import load_plan
 
 _CHUNKS = (2, 4, 8)  # a rank, that are tried under one limit
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megatron.core.models.gpt import parameter_count
 from megatron.core.models.gpt.stage_costs import ModelCosts, StageWork
 from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, merged_groups, merged_name
 from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, StateBytes, UnitCosts
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
@@ -31,13 +32,6 @@ class _UnitCost:
     begins_with_lookup: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stage:
-    units: tuple[_UnitCost, ...]
-    forward: tuple[Access, ...]
-    backward: tuple[Access, ...]
-
-
 def stage_units(
     costs: ModelCosts, specs: Sequence[StageSpec], placement: Placement, sizes: StateBytes
 ) -> tuple[StageUnits, ...]:
@@ -49,15 +43,22 @@ def stage_units(
     tied = not costs.config.untie_embeddings_and_output_weights
     made = []
     for spec in specs:
-        stage = _stage(costs, spec, tied=tied, both_ends_here=both_ends_here)
+        units, rows = _stage(costs, spec, tied=tied, both_ends_here=both_ends_here)
         if sizes.bucket_size is not None:
-            stage = _merged(stage, sizes.bucket_size, {"embedding"} if both_ends_here and tied else set())
-        units = tuple(_sized(unit, sizes, costs.layer().f) for unit in stage.units)
-        made.append(StageUnits(units, stage.forward, stage.backward))
+            numel = [sum(unit.numels) for unit in units]
+            shared = [
+                at for at, unit in enumerate(units) if unit.name == "embedding" and both_ends_here and tied
+            ]
+            groups = merged_groups([rows], numel, sizes.bucket_size, shared)
+            units, rows = [_joined([units[at] for at in group]) for group in groups], rows.merged(groups)
+        sized = tuple(_sized(unit, sizes, costs.layer().f) for unit in units)
+        made.append(StageUnits(sized, rows.forward, rows.backward))
     return tuple(made)
 
 
-def _stage(costs: ModelCosts, spec: StageSpec, *, tied: bool, both_ends_here: bool) -> _Stage:
+def _stage(
+    costs: ModelCosts, spec: StageSpec, *, tied: bool, both_ends_here: bool
+) -> tuple[list[_UnitCost], ChunkUnits]:
     config = costs.config
     words = parameter_count.word_embedding_parameters(config, costs.padded_vocab_size, costs.tp)
     positions = parameter_count.position_embedding_parameters(config)
@@ -88,47 +89,19 @@ def _stage(costs: ModelCosts, spec: StageSpec, *, tied: bool, both_ends_here: bo
         units += [_UnitCost("embedding", (words + positions,))] if elsewhere else []
     layers = [(unit,) for unit in range(start, start + count)]
     backward: list[Access] = []
-    for begin, end, recomputed in reversed(costs.recomputed(count)):
+    for begin, end, recomputed in reversed(config.recompute_chunks(count)):
         backward += [tuple(range(start + begin, start + end))] if recomputed else layers[begin:end][::-1]
     if units:
         rest = costs.stage(spec).plus(sum((unit.work for unit in units), _NOTHING), -1)
         units[0] = dataclasses.replace(units[0], work=units[0].work + rest)
-    return _Stage(tuple(units), (*first, *layers, *last), (*last, *backward, *first))
-
-
-def _merged(stage: _Stage, limit: int, shared: set[str]) -> _Stage:
-    """Neighbours in the backward together until they have `limit` elements, as `distributed.stage_units` merges them.
-    shared: units that another stage of the rank needs too stay alone."""
-    last = {unit: place for place, access in enumerate(stage.backward) for unit in access}
-    groups: list[list[int]] = []
-    alone = [[unit] for unit, one in enumerate(stage.units) if one.name in shared]
-    for unit in sorted(last, key=lambda unit: last[unit]):
-        if stage.units[unit].name in shared:
-            continue
-        if not groups or sum(sum(stage.units[one].numels) for one in groups[-1]) >= limit:
-            groups.append([])
-        groups[-1].append(unit)
-    ordered = sorted(sorted(group) for group in groups + alone)
-    place_of = {unit: place for place, group in enumerate(ordered) for unit in group}
-
-    def renumbered(accesses: Sequence[Access]) -> tuple[Access, ...]:
-        """Neighbouring accesses of the same units are one."""
-        found: list[Access] = []
-        for access in accesses:
-            units = tuple(dict.fromkeys(place_of[unit] for unit in access))
-            if not found or found[-1] != units:
-                found.append(units)
-        return tuple(found)
-
-    units = tuple(_joined([stage.units[unit] for unit in group]) for group in ordered)
-    return _Stage(units, renumbered(stage.forward), renumbered(stage.backward))
+    return units, ChunkUnits((*first, *layers, *last), (*last, *backward, *first))
 
 
 def _joined(units: Sequence[_UnitCost]) -> _UnitCost:
     own = sum(unit.numels[0] for unit in units)
     others = sum(sum(unit.numels[1:]) for unit in units)
     return _UnitCost(
-        units[0].name if len(units) == 1 else f"{units[0].name}..{units[-1].name}",
+        merged_name([unit.name for unit in units]),
         (own, others) if others else (own,),
         sum((unit.work for unit in units), _NOTHING),
         sum(unit.extra for unit in units),

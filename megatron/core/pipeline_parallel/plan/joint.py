@@ -4,6 +4,9 @@ shares of activations and rows of the sharding table.
 [Note: shares] What a searched schedule may hold of activations and what is left to gathered weights and whole gradients
 add up to the limit. With more activations the bubble falls, and what is gathered anew rises: the step's time has one
 minimum, or nearly so. A golden section finds it in a few orders.
+
+[Note: rounds] Of a small plan `add_residency` tries about a hundred choices, of which the first ten or so tell how good
+it is. So all candidates are tried a little, and those that come near the best one then more, in a few rounds.
 """
 
 from __future__ import annotations
@@ -15,29 +18,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute, without_collector
+from megatron.core.pipeline_parallel.plan.passes.add_residency import PlanSearch
+from megatron.core.pipeline_parallel.plan.passes.residency_rows import RowMaker
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.pipeline_parallel.plan.simulate import Merit, Simulation, simulate
 from megatron.core.pipeline_parallel.plan.sizes import size_text
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
 
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6
 _GOLDEN = 0.5 * (5**0.5 - 1)
+# [Note: rounds]: choices that are tried of every plan; then of so many plans at most, those within so much of the best.
+_LOOK, _ROUNDS = 16, ((45, 12, 1.3), (None, 6, 1.1))
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate with its plan. share: of the room for activations, None where the order is fixed."""
+    """A candidate with its plan. search: that it was found by, which can go on."""
 
     spec: ScheduleSpec
     plan: Plan
     simulation: Simulation
-    share: float | None = None
+    search: PlanSearch | None = dataclasses.field(default=None, compare=False)
 
     @functools.cached_property
     def peaks(self) -> tuple[float, ...]:
@@ -84,28 +91,61 @@ def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Ju
     taken as it is: one that holds too much is refused, though it might fit with forwards held back. Raises PlanError
     where nothing keeps to the limit, saying what would hold the least.
     """
-    best: Judged | None = None
-    lines: list[str] = []
-    bounds = [_bound(spec, num_microbatches) for spec in candidates]
-    order = sorted(range(len(candidates)), key=lambda at: (candidates[at].row.searched, bounds[at]))
-    for spec, bound in ((candidates[at], bounds[at]) for at in order):
+    bounds = [(spec, _bound(spec, num_microbatches)) for spec in candidates]
+    bounds.sort(key=lambda one: (one[0].row.searched, one[1]))
+    looked, told = _looked(bounds, num_microbatches, _LOOK)
+    if not looked:  # what fits may come late
+        looked, told = _looked(bounds, num_microbatches, None)
+    if not looked:
+        raise PlanError(_nothing_fits(candidates, num_microbatches))
+    best, *others = _rounds(looked, num_microbatches)
+    for one in (best, *others):
+        told[named(one.spec)] = told[named(one.spec)] or str(one)
+    return best, (f"{named(best.spec)}: chosen", *(f"{name}: {text}" for name, text in told.items()))
+
+
+def _looked(
+    bounds: Sequence[tuple[ScheduleSpec, float]], num_microbatches: int, tries: int | None
+) -> tuple[list[Judged], dict[str, str]]:
+    """What candidates, each with its bound, come to in so many tries; by name why there is nothing, or no words."""
+    looked: list[Judged] = []
+    told: dict[str, str] = {}
+    below = float("inf")
+    for spec, bound in bounds:
+        told[named(spec)] = ""
         try:
-            below = float("inf") if best is None else best.simulation.cost * (1 - TOLERANCE)
             if bound >= below:
                 raise _NoFasterError(bound)
-            found = judge(spec, num_microbatches, below)
+            looked += _looks(spec, num_microbatches, tries, below)
+            below = min(one.simulation.cost for one in looked) * (1 - TOLERANCE)
         except _NoFasterError as error:
-            lines.append(f"{named(spec)}: takes at least {spec.describe_time(error.bound)}")
-            continue
+            told[named(spec)] = f"takes at least {spec.describe_time(error.bound)}"
         except PlanError as error:
-            lines.append(f"{named(spec)}: not possible: {error}")
+            told[named(spec)] = f"not possible: {error}"
+    return looked, told
+
+
+def _rounds(found: Sequence[Judged], num_microbatches: int) -> list[Judged]:
+    """The best first, verified; see [Note: rounds]."""
+    ranked = sorted(found, key=_merit)
+    for tries, most, near in _ROUNDS:
+        least = near * ranked[0].simulation.cost
+        count = sum(one.simulation.cost <= least for one in ranked[:most])
+        more = [_judged(one.spec, one.search, tries) if one.search else one for one in ranked[:count]]
+        ranked = sorted([*more, *ranked[count:]], key=_merit)
+    for at, one in enumerate(ranked):
+        try:  # `verify` may refuse what just fits, by a rounding
+            plan = plan_for(one.spec, num_microbatches, PlanPurpose.TRAIN)
+        except PlanError as error:
+            refused = error
             continue
-        lines.append(f"{named(spec)}: {found}")
-        if best is None or found.simulation.merit < best.simulation.merit:
-            best = found
-    if best is None:
-        raise PlanError(_nothing_fits(candidates, num_microbatches))
-    return best, (f"{named(best.spec)}: chosen", *lines)
+        timed = simulate(plan, one.spec.costs, one.spec.with_lanes(one.spec.lanes))
+        return [Judged(one.spec, plan, timed), *ranked[at + 1 :]]
+    raise refused
+
+
+def _merit(judged: Judged) -> Merit:
+    return judged.simulation.merit
 
 
 def named(spec: ScheduleSpec) -> str:
@@ -118,24 +158,36 @@ def named(spec: ScheduleSpec) -> str:
     return ", ".join([*words, *([spec.residency.strategy] if spec.residency is not None else [])])
 
 
-def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")) -> Judged:
-    """spec: with units, a residency that has a limit, and lanes. below: what takes longer need not be found. Raises
-    PlanError where nothing keeps to the limit, or is below."""
+def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
+    """The best plan of one candidate."""
+    return joint((spec,), num_microbatches)[0]
+
+
+def _looks(spec: ScheduleSpec, num_microbatches: int, tries: int | None, below: float) -> list[Judged]:
+    """A candidate's plan, for each share of activations that is tried. below: what takes longer need not be found.
+    Raises PlanError where nothing keeps to the limit, or is below."""
     if not spec.row.searched:
         _refuse_full(spec, num_microbatches)
-        return _judged(spec, num_microbatches)
+        return [_look(spec, num_microbatches, tries)]
     most = _room(spec)
     least = max(one.activation / size for size, one in zip(most, least_bytes(spec), strict=True))
     found: dict[float, Judged | PlanError] = {}
+    looked: dict[Plan, Judged] = {}
 
     def cost(share: float) -> float:
         if share not in found:
             try:
                 one = dataclasses.replace(spec, limits=tuple(share * size for size in most))
-                bare = simulate(plan_for(one.bare, num_microbatches, PlanPurpose.TRAIN), spec.costs).cost
+                bound = _bound(one, num_microbatches)
+                if bound >= below:
+                    raise _NoFasterError(bound)
+                order = plan_for(one.bare, num_microbatches, PlanPurpose.TRAIN)
+                bare = simulate(order, spec.costs).cost
                 if bare >= below:
                     raise _NoFasterError(bare)
-                found[share] = _judged(one, num_microbatches, share)
+                if order not in looked:  # which is alike for several shares
+                    looked[order] = _look(one, num_microbatches, tries)
+                found[share] = looked[order]
             except PlanError as error:
                 found[share] = error
         known = found[share]
@@ -156,15 +208,26 @@ def judge(spec: ScheduleSpec, num_microbatches: int, below: float = float("inf")
             high, right, left = right, left, right - _GOLDEN * (right - low)
         else:
             low, left, right = left, right, left + _GOLDEN * (high - left)
-    judged = [one for one in found.values() if isinstance(one, Judged)]
-    if not judged:
+    if not looked:
         raise next(one for one in found.values() if isinstance(one, PlanError))
-    return min(judged, key=lambda one: one.simulation.merit)
+    return list(looked.values())
 
 
-def _judged(spec: ScheduleSpec, num_microbatches: int, share: float | None = None) -> Judged:
-    plan = plan_for(spec, num_microbatches, PlanPurpose.TRAIN)
-    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), share)
+def _look(spec: ScheduleSpec, num_microbatches: int, tries: int | None) -> Judged:
+    """By the first choices of its search."""
+    assert spec.stages_units is not None
+    assert spec.residency is not None
+    assert spec.lanes is not None
+    order = plan_for(spec.bare, num_microbatches, PlanPurpose.TRAIN)
+    if not spec.residency.moves:
+        return Judged(spec, order, simulate(order, spec.costs))
+    asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
+    return _judged(spec, PlanSearch(RowMaker(order, *asked)), tries)
+
+
+def _judged(spec: ScheduleSpec, search: PlanSearch, tries: int | None) -> Judged:
+    plan = search.best_of(tries)
+    return Judged(spec, plan, simulate(plan, spec.costs, spec.with_lanes(spec.lanes)), search)
 
 
 # What candidates take and hold at least -----------------------------------------------------------------
@@ -179,11 +242,11 @@ def _order(bare: ScheduleSpec, num_microbatches: int) -> tuple[float, tuple[floa
 
 
 def _bound(spec: ScheduleSpec, num_microbatches: int) -> float:
-    """No plan of the candidate takes less; 0 where there is none, which `judge` says."""
+    """No plan of the candidate takes less; 0 where there is none, which `_looks` says."""
     try:
         if not spec.row.searched:
             return _order(spec.bare, num_microbatches)[0]
-        problem = OrderProblem(spec.placement, num_microbatches, spec.costs, _room(spec))
+        problem = OrderProblem(spec.placement, num_microbatches, spec.costs, spec.limits or _room(spec))
         return lower_bound(or_fused(problem))
     except PlanError:
         return 0.0
@@ -194,8 +257,8 @@ def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
     asked, parts = spec.residency, []
     assert spec.stages_units is not None
     assert asked is not None
-    for rank in range(spec.placement.num_ranks):
-        units, mine = RankUnits(rank, spec.placement, spec.stages_units), spec.local_stages(rank)
+    for units in rank_units(spec.placement, spec.stages_units):
+        mine = spec.local_stages(units.rank)
         row = [compute(F, stage, 0) for stage in mine]
         row += [compute(kind, stage, 0) for stage in reversed(mine) for kind in (B, W)]
         uses = RowUses(tuple(row), units, overlap_reduce=asked.overlap_reduce)

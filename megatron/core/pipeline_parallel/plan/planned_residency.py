@@ -1,22 +1,165 @@
-"""What plans of a run hold and move on their fullest rank, what log and record say of it, and which groups of
-microbatches a resumed run keeps."""
+"""What data parallelism holds and moves in a run's steps, by plan and as measured: said in log and record. Which groups
+of microbatches a resumed run keeps."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
-from megatron.core.pipeline_parallel.plan.held.residency_lines import HeldBytes, StepMoves
-from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits
+from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves, walk_row
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from megatron.core.pipeline_parallel.plan.sizes import mib_text
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 
 _NS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The most that one rank holds of each kind in a step.
+
+    at_rest: its parts of weights, main weights, gradients and moments, as between steps. gathered: whole weights.
+    gradients: whole ones that grow, wait or are being reduced. activations: None where they are not known.
+    """
+
+    at_rest: int
+    gathered: int
+    gradients: int
+    activations: int | None
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds().values())
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind, in the order in which they are told."""
+        held = {"at rest": self.at_rest, "gathered": self.gathered, "gradients": self.gradients}
+        return held if self.activations is None else {**held, "activations": self.activations}
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {mib_text(size)}" for kind, size in self.kinds().items())
+        return f"{mib_text(self.total)} ({kinds})"
+
+
+@dataclass(frozen=True)
+class StepMoves:
+    """What data parallelism moves in one step of one rank.
+
+    gathers, reductions: collectives over the ranks that share its states. outer_gathers, outer_sums: over instances.
+    payload_bytes: of all these, what they gathered or summed, each buffer counted once and whole. lane_share: of the
+    step's time, how long the wire was busy. exposed_share: how long computations waited for it. step_s: the step's
+    seconds. The last three are None where they are not known: of a plan, seconds are unknown until costs are measured.
+    """
+
+    gathers: int
+    reductions: int
+    outer_gathers: int
+    outer_sums: int
+    payload_bytes: int
+    lane_share: float | None = None
+    exposed_share: float | None = None
+    step_s: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        moved: Moves,
+        lane_share: float | None = None,
+        exposed_share: float | None = None,
+        step_s: float | None = None,
+    ) -> StepMoves:
+        every = (moved.gathers, moved.reductions, moved.outer_gathers, moved.outer_sums)
+        calls = (every[0].calls, every[1].calls, every[2].calls, every[3].calls)
+        return cls(*calls, sum(one.payload_bytes for one in every), lane_share, exposed_share, step_s)
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds in which computations waited."""
+        known = self.exposed_share is not None and self.step_s is not None
+        return self.exposed_share * self.step_s if known else None  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        outer = ((self.outer_gathers, "HSDP all-gather"), (self.outer_sums, "HSDP all-reduce"))
+        counts = ((self.gathers, "gather"), (self.reductions, "reduction"), *(one for one in outer if one[0]))
+        words = [*(_counted(*one) for one in counts), mib_text(self.payload_bytes)]
+        if self.lane_share is not None:
+            words.append(f"lane busy {100 * self.lane_share:.2f}%")
+        if self.exposed_share is not None:
+            seconds = "" if self.exposed_s is None else f" ({self.exposed_s:.4f} s)"
+            words.append(f"exposed {100 * self.exposed_share:.2f}%{seconds}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class StepResidency:
+    """Plan and measurement of one iteration, on the pipeline rank `rank`, the fullest by plan. measured: of the ranks
+    of the world that run its row, the one that held the most."""
+
+    iteration: int
+    rank: int
+    planned: HeldBytes
+    measured: HeldBytes
+    planned_moves: StepMoves
+    measured_moves: StepMoves
+
+    @property
+    def _comparable(self) -> HeldBytes:
+        """The plan's, without activations where these are not measured."""
+        unknown = self.measured.activations is None
+        return dataclasses.replace(self.planned, activations=None) if unknown else self.planned
+
+    def lines(self) -> list[str]:
+        """After an interval's line: its last iteration, by plan and as counted."""
+        where = f"iteration {self.iteration}, pipeline rank {self.rank}"
+        return [
+            f" residency of {where}: planned {self._comparable}; measured {self.measured}",
+            f" moves of {where}: planned {self.planned_moves}; measured {self.measured_moves}",
+        ]
+
+    def scalars(self) -> dict[str, float]:
+        """The same for the record; what is not known has no field."""
+        scalars: dict[str, float] = {}
+        for prefix, held, moves in (
+            ("planned", self._comparable, self.planned_moves),
+            ("measured", self.measured, self.measured_moves),
+        ):
+            kinds = {f"{kind.replace(' ', '-')}-bytes": size for kind, size in held.kinds().items()}
+            known = {
+                "held-bytes": held.total,
+                **kinds,
+                "gathers": moves.gathers,
+                "reductions": moves.reductions,
+                "hsdp-all-gathers": moves.outer_gathers,
+                "hsdp-all-reduces": moves.outer_sums,
+                "moved-bytes": moves.payload_bytes,
+                "lane-share": moves.lane_share,
+                "exposed-share": moves.exposed_share,
+                "exposed-time": moves.exposed_s,
+            }
+            scalars |= {f"{prefix}-{name}": value for name, value in known.items() if value is not None}
+        return scalars
+
+
+def start_up_lines(
+    schedule: str, asked: Residency, rank: int, planned: HeldBytes, moves: StepMoves
+) -> list[str]:
+    """What the log says at start-up. rank: the fullest pipeline rank."""
+    outer = f" in {asked.outer} instances" if asked.outer > 1 else ""
+    shared = f"{asked.strategy} over {_counted(asked.ways, 'rank')}{outer}, policy {asked.policy}"
+    return [
+        f" > residency: {schedule}, {shared}; fullest is pipeline rank {rank}: {planned}",
+        f" > a step moves on pipeline rank {rank}: {moves}",
+    ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
@@ -24,12 +167,11 @@ def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
     assert spec.stages_units is not None, "bytes without units"
     assert spec.residency is not None, "bytes without a residency"
     peaks = []
-    for rank, row in enumerate(plan.rows):
-        units = RankUnits(rank, plan.placement, spec.stages_units)
+    for units, row in zip(rank_units(plan.placement, spec.stages_units), plan.rows, strict=True):
         if spec.residency.moves:
             held = walk_row(row, units, spec.residency, spec.costs).peak.total
         else:
-            held = peak_activation(rank, row, spec.costs)
+            held = peak_activation(units.rank, row, spec.costs)
         peaks.append(units.shard_bytes + held)
     return tuple(peaks)
 
@@ -59,22 +201,19 @@ def planned_residency(
     assert spec.residency is not None, "units without a residency"
     plan, found = plan_for(spec, num_microbatches, purpose), []
     timed = None if costs is None or lanes is None else simulate(plan, costs, spec.with_lanes(lanes))
-    for rank, row in enumerate(plan.rows):
-        units = RankUnits(rank, plan.placement, spec.stages_units)
+    every = rank_units(plan.placement, spec.stages_units)
+    for rank, (row, units) in enumerate(zip(plan.rows, every, strict=True)):
         walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
         gradients = max((one.gradients + one.under_way for one in walk.boundaries), default=0)
         activations = round(walk.most.activation) if spec.estimated else None
-        held = HeldBytes(at_rest[rank], walk.most.gathered, gradients, activations)
-        moves = walk.moves
-        told = StepMoves.of(moves.gathers, moves.reductions, moves.outer_gathers, moves.outer_sums)
+        held, moves = (
+            HeldBytes(at_rest[rank], walk.most.gathered, gradients, activations),
+            StepMoves.of(walk.moves),
+        )
         if timed is not None:
-            told = dataclasses.replace(
-                told,
-                lane_share=timed.lane_share[rank],
-                exposed_share=timed.exposed[rank] / timed.cost,
-                step_s=timed.cost / _NS_PER_S,
-            )
-        found.append((rank, held, told))
+            times = (timed.lane_share[rank], timed.exposed[rank] / timed.cost, timed.cost / _NS_PER_S)
+            moves = StepMoves.of(walk.moves, *times)
+        found.append((rank, held, moves))
     return max(found, key=lambda one: one[1].total)
 
 

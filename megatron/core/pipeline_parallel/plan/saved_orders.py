@@ -20,9 +20,8 @@ from pathlib import Path
 from megatron.core import safe_files
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
-from megatron.core.pipeline_parallel.plan.plan_file import MAX_BYTES
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.text import from_json, to_json
+from megatron.core.pipeline_parallel.plan.text import MAX_BYTES, from_json, to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 logger = logging.getLogger(__name__)

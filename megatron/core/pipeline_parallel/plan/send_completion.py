@@ -7,13 +7,14 @@ before it is waited for.
 
 from __future__ import annotations
 
+import bisect
+
 from megatron.core.pipeline_parallel.plan.ir import BW, RECV_B, RECV_F, SEND_B, SEND_F, B, F, Plan
+from megatron.core.pipeline_parallel.plan.kinds import IS_TRANSFER
 
 Key = tuple[int, int, int]  # (kind of transfer, stage at that end, microbatch)
 
 _INPUT_OF = {F: RECV_F, B: RECV_B, BW: RECV_B}
-_STEP = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}  # from this end's stage to the other end's
-_OTHER = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
 
 
 def send_completion(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
@@ -25,27 +26,18 @@ def send_completion(plan: Plan, rank: int) -> dict[Key, tuple[Key, ...]]:
     """
     row = plan.rows[rank]
     found: dict[Key, tuple[Key, ...]] = {}
-    for peer in sorted({op[6] for op in row if op[0] in _OTHER}):
+    for peer in sorted({op[6] for op in row if IS_TRANSFER[op[0]]}):
         other = plan.rows[peer]
         used_at = {(_INPUT_OF[op[0]], op[1], op[2]): at for at, op in enumerate(other) if op[0] in _INPUT_OF}
-        sent_at = {op[:3]: at for at, op in enumerate(other) if op[0] in (SEND_F, SEND_B)}
-        mine = [op for op in row if op[6] == peer]
-        sends = sorted((used_at[_other_end(op[:3])], op[:3]) for op in mine if op[0] in (SEND_F, SEND_B))
-        receives = {op[:3] for op in mine if op[0] in (RECV_F, RECV_B)}
+        # By message: where the peer sends it, or uses it.
+        at_peer = {op[7]: used_at.get(op[:3], at) for at, op in enumerate(other) if IS_TRANSFER[op[0]]}
+        messages = [(at_peer[op[7]], op[:3]) for op in row if IS_TRANSFER[op[0]] and op[6] == peer]
+        sends = sorted(one for one in messages if one[1][0] in (SEND_F, SEND_B))
+        sent_at = {key: at for at, key in messages}
         first = 0
         for key in ((_INPUT_OF[op[0]], op[1], op[2]) for op in row if op[0] in _INPUT_OF):
-            if key not in receives:
-                continue
-            end, at = first, sent_at[_other_end(key)]
-            while end < len(sends) and sends[end][0] < at:
-                end += 1
+            end = bisect.bisect_left(sends, (sent_at.get(key, -1),))
             if end > first:
                 found[key] = tuple(send for _, send in sends[first:end])
                 first = end
     return found
-
-
-def _other_end(key: Key) -> Key:
-    """A transfer as its other end's row has it."""
-    kind, stage, microbatch = key
-    return _OTHER[kind], stage + _STEP[kind], microbatch

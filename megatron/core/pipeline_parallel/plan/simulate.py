@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
@@ -12,6 +13,8 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARAL
 from megatron.core.pipeline_parallel.plan.timeline import Timeline, execute
 
 Merit = tuple[float, float, float]
+# Sums of activations, and costs of plans, are compared with this much of tolerance, relative to them.
+TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,13 @@ def simulate(plan: Plan, costs: CostModel, lanes: Lanes | None = None) -> Simula
     )
     per_microbatch = costs.rank_times(plan.placement, forward_only=plan.forward_only)
     return Simulation(plan, costs, timeline, busy, plan.num_microbatches * max(per_microbatch))
+
+
+def over_limit(simulation: Simulation, limits: Sequence[float] | None) -> tuple[int, float] | None:
+    """(rank, its peak) of the rank that is most over its limit; None where all fit, or nothing is limited."""
+    if limits is None:
+        return None
+    peaks = simulation.peak_activation
+    over = [peak - limit - TOLERANCE * max(1.0, limit) for peak, limit in zip(peaks, limits, strict=True)]
+    rank = over.index(max(over))  # of several that are as much over, the first
+    return (rank, peaks[rank]) if over[rank] > 0 else None

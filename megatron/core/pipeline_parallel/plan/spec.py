@@ -13,17 +13,16 @@ from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, W
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
-from megatron.core.pipeline_parallel.plan.plan_file import PlanFile
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
+from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE as TOLERANCE
 from megatron.core.pipeline_parallel.plan.sizes import mib_text
+from megatron.core.pipeline_parallel.plan.text import PlanFile
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
-# Sums of activations, and costs of plans, are compared with this much of tolerance, relative to them.
-TOLERANCE = 1e-9
 # Plans that are kept: of a training step, of evaluations, of sizes that a batch is ramped up through, of candidates.
 _KEPT = 32
 

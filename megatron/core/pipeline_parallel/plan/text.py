@@ -1,14 +1,18 @@
-"""Plans as files: JSON with version and hash, and the CSV that torch.distributed.pipelining reads."""
+"""Plans as files: JSON with version and hash, one of them to be run (--pipeline-schedule-file), and the CSV that
+torch.distributed.pipelining reads."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from megatron.core import safe_files
 from megatron.core.config_base import STAGES
 from megatron.core.pipeline_parallel.plan.ir import (
     VERSION,
@@ -24,7 +28,9 @@ from megatron.core.pipeline_parallel.plan.ir import (
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
+from megatron.core.pipeline_parallel.plan.verify import verify
 
+MAX_BYTES = 1 << 24  # 64 ranks with 1024 microbatches on a V
 _NUMBERS, _FLAGS = ("ranks", "chunks", "microbatches"), ("bitwise", "forward_only")
 _FIELDS = ("version", "schedule", "placement", *_NUMBERS, *_FLAGS, "hash")
 _RESIDENCY = "residency"  # a field of plans with operations of data parallelism
@@ -99,6 +105,56 @@ def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
         raise PlanError(f"the plan's header is wrong: {error}") from None
     bitwise, forward_only = (str(header[flag]) == "True" for flag in _FLAGS)
     return Plan(str(header["schedule"]), placement, microbatches, rows, bitwise, forward_only, residency)
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan, and where it was read."""
+
+    path: str
+    plan: Plan = dataclasses.field(hash=False)  # plans may be large
+
+    @property
+    def steps(self) -> bool:
+        """Whether it has the operations of post-validation."""
+        return any(op[0] == Kind.STEP for row in self.plan.rows for op in row)
+
+    def order(self, num_microbatches: int) -> Plan:
+        """Its computations. Raises PlanError for another number of microbatches."""
+        if self.plan.num_microbatches != num_microbatches:
+            raise PlanError(
+                f"--pipeline-schedule-file {self.path} is a plan for {self.plan.num_microbatches} microbatches a step, "
+                f"this one has {num_microbatches}: change --global-batch-size, or save a plan for it"
+            )
+        rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in self.plan.rows)
+        return dataclasses.replace(self.plan, rows=rows, residency=None)
+
+
+def load_plan(path: str, num_ranks: int, *, post_validation: bool) -> PlanFile:
+    """A saved plan in JSON, for a pipeline of these ranks. post_validation: the run validates steps afterwards.
+
+    Raises PlanError naming the file.
+    """
+    flag = f"--pipeline-schedule-file {path}"
+    try:
+        plan = from_json(safe_files.read_text(path, max_bytes=MAX_BYTES, follow=True))
+        verify(plan)
+    except OSError as error:
+        raise PlanError(f"{flag} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise PlanError(f"{flag}: {error}") from None
+    file, ranks = PlanFile(path, plan), plan.placement.num_ranks
+    if plan.forward_only:
+        raise PlanError(f"{flag} is the plan of an evaluation: save one for training")
+    if ranks != num_ranks:
+        raise PlanError(
+            f"{flag} is a plan for {ranks} pipeline ranks, --pipeline-model-parallel-size is {num_ranks}"
+        )
+    if file.steps and not post_validation:
+        raise PlanError(
+            f"{flag} makes and validates the optimizer's steps: give --enable-optimizer-post-validation"
+        )
+    return file
 
 
 def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:

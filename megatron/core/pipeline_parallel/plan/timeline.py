@@ -1,21 +1,26 @@
 """The one walk over a plan: when each operation starts and ends, or where the plan stops.
 
-Rows are fixed orders, so no event queue is needed: a rank goes on until its next operation waits for something, and
-whoever provides it wakes that rank. The times do not depend on the order in which ranks are advanced.
+Rows are fixed orders, so no event queue is needed: each row is a coroutine that runs until its next operation waits for
+an event, and whoever provides the event lets it go on. The times do not depend on the order in which rows are advanced.
+A rank computes on one resource and gathers and reduces on another, its lane (held/lane_clock.py).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
 from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits
-from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, F, Kind, Plan, RawOp, W
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
+
+Wait = tuple[int, int]  # an event, and the place in the row that waits for it
+_RECV_STATE, _SEND_STATE, _STEP = int(Kind.RECV_STATE), int(Kind.SEND_STATE), int(Kind.STEP)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Timeline:
     starts: list[list[float]]
     ends: list[list[float]]
     done: list[tuple[int, int]]
-    stopped: dict[int, tuple[int, str]]
+    stopped: Mapping[int, tuple[int, str]]
     lanes: Sequence[LaneClock] = ()
 
     def end(self, rank: int) -> float:
@@ -46,212 +51,174 @@ def execute(
     *,
     blocking_sends: bool = False,
     begin: Sequence[float] | None = None,
+    accesses: bool = False,
 ) -> Timeline:
     """Walk the plan. blocking_sends: a rank goes on to a computation, a gather or a reduction only when its sends have
     met their receives (rendezvous). begin: when each rank is free; 0 by default. lanes: what gathers and reductions are
-    about; without, they take no time.
+    about; without, they take no time. accesses: lanes note when accesses begin (`LaneClock.moments`).
 
     States of post-validation are messages as others are: one goes from a rank once what it adds to has arrived, and
     takes `costs.comm`; VALIDATE and STEP wait for theirs and take no time.
     """
-    walk = _EventWalk(plan, costs, lanes, blocking_sends, begin or [0.0] * len(plan.rows))
-    ready = list(range(plan.placement.num_ranks))[::-1]
-    while ready:
-        walk.advance(ready.pop(), ready)
-    stopped = {
-        rank: (place, walk.describe(walk.blocked[rank]))
-        for rank, place in enumerate(walk.place)
-        if place < len(plan.rows[rank])
-    }
+    begin = begin or [0.0] * len(plan.rows)
+    walk = _Walk(plan, costs, blocking_sends)
+    if lanes is not None:
+        for units, clock in zip(rank_units(plan.placement, lanes.stages), begin, strict=True):
+            walk.lanes.append(LaneClock(units, lanes, walk.durations, clock, accesses=accesses))
+    rows = [walk.row(rank, clock) for rank, clock in enumerate(begin)]
+    stopped_at = [0] * len(rows)
+    walk.ready += range(len(rows))[::-1]
+    while walk.ready:
+        rank = walk.ready.pop()
+        for event, place in itertools.islice(rows[rank], 1):
+            walk.waiting[event], stopped_at[rank] = rank, place
+    stopped = sorted((rank, (stopped_at[rank], walk.describe(event))) for event, rank in walk.waiting.items())
     for rank, lane in enumerate(walk.lanes):
         for place, (start, end) in lane.times.items():
             walk.starts[rank][place], walk.ends[rank][place] = start, end
-    return Timeline(walk.starts, walk.ends, walk.done, stopped, walk.lanes)
+    return Timeline(walk.starts, walk.ends, walk.done, dict(stopped), walk.lanes)
 
 
-class _EventWalk:
-    """Inputs are numbered: direction (0 forward, 1 backward) x stage that needs it x microbatch; behind them states by
-    the rank that needs them, those from the rank before and then those from the rank behind."""
+class _Walk:
+    """What rows share. An event is that an input was sent (or is there), or, `num_inputs` further, that its receive was
+    posted. Inputs: direction (0 forward, 1 backward) x stage that needs it x microbatch; behind them states by the rank
+    that needs them, those from the rank before and then those from the rank behind."""
 
-    def __init__(
-        self, plan: Plan, costs: CostModel, lanes: Lanes | None, blocking_sends: bool, begin: Sequence[float]
-    ) -> None:
-        self.num_ranks, self.total = plan.placement.num_ranks, plan.num_microbatches
-        self.rows, self.costs, self.blocking_sends = plan.rows, costs, blocking_sends
-        self.num_stages = plan.placement.num_stages
-        self.size = self.num_stages * self.total
-        self.num_inputs = 2 * self.size + 2 * self.num_ranks
+    def __init__(self, plan: Plan, costs: CostModel, blocking_sends: bool) -> None:
+        ranks, total = plan.placement.ranks(), plan.num_microbatches
+        self.num_ranks, self.num_stages, self.total = plan.placement.num_ranks, len(ranks), total
+        self.rows, self.comm, self.blocking_sends = plan.rows, costs.comm, blocking_sends
         self.durations = costs.durations()
-        ranks = plan.placement.ranks()
-        # Whether the step from a stage to the next one crosses ranks; the last stage's "next" is its own backward.
-        self.crosses = [a != b for a, b in itertools.pairwise(ranks)] + [False]
-        self.by_message = plan.has_transfers
-        # From the stage of a transfer to the number of the input that it carries.
-        self.offset = {SEND_F: self.total, ir.RECV_F: 0, SEND_B: self.size - self.total, ir.RECV_B: self.size}
-        self.sent = [-1.0] * self.num_inputs  # when an input was handed over or sent
-        self.posted = [-1.0] * self.num_inputs  # when its receive was posted
-        self.waiter: dict[int, int] = {}  # input -> rank; receive of an input, num_inputs further -> rank
-        self.place = [0] * self.num_ranks
-        self.clock = list(begin)
-        self.blocked = [0] * self.num_ranks
-        self.unmet: list[list[int]] = [[] for _ in plan.rows]
-        self.starts: list[list[float]] = [[] for _ in plan.rows]
-        self.ends: list[list[float]] = [[] for _ in plan.rows]
+        self.size = size = len(ranks) * total
+        self.num_inputs = 2 * size + 2 * self.num_ranks
+        self.times = [-1.0] * (2 * self.num_inputs)  # of events
+        self.waiting: dict[int, int] = {}  # event -> rank
+        self.ready: list[int] = []
+        self.starts: list[list[float]] = [[0.0] * len(row) for row in plan.rows]
+        self.ends: list[list[float]] = [[0.0] * len(row) for row in plan.rows]
         self.done: list[tuple[int, int]] = []
         self.lanes: list[LaneClock] = []
-        if lanes is not None:
-            units = (RankUnits(rank, plan.placement, lanes.stages) for rank in range(self.num_ranks))
-            every = zip(units, begin, strict=True)
-            self.lanes = [LaneClock(one, lanes, self.durations, start) for one, start in every]
+        self.parts = functools.cache(lambda rank: units_of_parts(plan.rows[rank]))
+        # From stage x microbatches to the event of a transfer.
+        receives = {ir.RECV_F: self.num_inputs, ir.RECV_B: self.num_inputs + size}
+        self.offset = {ir.SEND_F: total, ir.SEND_B: size - total, **receives}
+        # By computing kind and stage, for microbatch 0: the input that it needs, the one that it provides unless a send
+        # will (-1: none), and how long what it needs is under way.
+        firsts, last, by_message = range(0, size, total), len(ranks) - 1, plan.has_transfers
+        crosses = [a != b for a, b in itertools.pairwise(ranks)]
+        latency = [costs.comm * one for one in crosses]
+        forward, backward, none = [-1, *firsts[1:]], [size + first for first in firsts], [-1] * len(ranks)
 
-    def advance(self, rank: int, ready: list[int]) -> None:
-        """Run a rank until it waits or is through; ranks that it wakes are added to `ready`."""
-        row, place, clock = self.rows[rank], self.place[rank], self.clock[rank]
-        starts, ends, length = self.starts[rank], self.ends[rank], len(self.rows[rank])
-        total, offset, num_inputs, durations = self.total, self.offset, self.num_inputs, self.durations
-        unmet, lane = self.unmet[rank], self.lanes[rank] if self.lanes else None
+        def unless_sent(inputs: Sequence[int]) -> list[int]:
+            return [-1 if one and by_message else found for one, found in zip(crosses, inputs, strict=False)]
+
+        to_next, to_before = [*unless_sent(firsts[1:]), backward[last]], [-1, *unless_sent(backward)]
+        self.needs = forward, backward, none, backward
+        self.gives = to_next, to_before, none, to_before
+        behind = [*latency, 0.0]
+        self.latency = [0.0, *latency], behind, behind, behind
+
+    def row(self, rank: int, clock: float) -> Iterator[Wait]:
+        """Run a rank that is free at `clock`; yields what it waits for, and goes on once that has a time."""
+        row, times, total, num_inputs = self.rows[rank], self.times, self.total, self.num_inputs
+        starts, ends, lane = self.starts[rank], self.ends[rank], self.lanes[rank] if self.lanes else None
+        needs, gives, latency, durations = self.needs, self.gives, self.latency, self.durations
+        unmet: list[int] = []  # receives of what was sent, where sends block
+        place, length = 0, len(row)
         while place < length:
             op = row[place]
             kind, behind = op[0], place + 1
             if IS_TRANSFER[kind]:
-                start = clock
-                target = op[1] * total + op[2] + offset[kind]
-                if kind in (SEND_F, SEND_B):
-                    self._provide(self.sent, target, clock, target, ready)
-                    if self.blocking_sends:
-                        unmet.append(target)
-                else:
-                    self._provide(self.posted, target, clock, num_inputs + target, ready)
-            elif not IS_COMPUTE[kind]:
-                wait = self._exchange_state if IS_VALIDATION[kind] else self._issue
-                start = wait(rank, op, clock, ready)
-                if start < 0:
-                    break
-                clock = start
-            else:
+                event = op[1] * total + op[2] + self.offset[kind]
+                self.provide(event, clock)
+                if self.blocking_sends and kind in (ir.SEND_F, ir.SEND_B):
+                    unmet.append(event + num_inputs)
+                starts[place] = ends[place] = clock
+                place = behind
+                continue
+            if unmet and kind != _RECV_STATE and not (IS_DATA_PARALLEL[kind] and op[3]):
+                for event in unmet:
+                    if times[event] < 0:
+                        yield event, place
+                    clock = max(clock, times[event])
+                unmet.clear()
+            start = clock
+            if IS_COMPUTE[kind]:
                 last = ir.partner_of(row, place) if op[7] >= 0 else -1
-                start = self._meet(rank, clock) if unmet else clock
-                if start >= 0:
-                    start = self._arrived(rank, op, start)
-                if start >= 0 and last >= 0:
-                    start = self._arrived(rank, row[last], start)
-                if start < 0:
-                    break
+                ops = (op,) if last < 0 else (op, row[last])
+                for one in ops:
+                    need = needs[one[0]][one[1]]
+                    if need >= 0:
+                        need += one[2]
+                        if times[need] < 0:
+                            yield need, place
+                        sent, posted = times[need], times[need + num_inputs]
+                        arrived = (sent if sent > posted else posted) + latency[one[0]][one[1]]
+                        if arrived > start:
+                            start = arrived
                 behind = max(place, last) + 1
-                if last < 0 and lane is not None:
-                    clock = lane.compute(place, op, start)
-                elif last < 0 and op[4] < 0:
+                if last < 0 and lane is None and op[4] < 0:
                     clock = start + durations[kind][op[1]]
                 else:
-                    clock = self._compute(rank, place, behind, start)
-                self._finish(op, clock, ready)
-                if last >= 0:
-                    self._finish(row[last], clock, ready)
+                    clock = self.computed(rank, place, behind, start)
+                for one in ops:
+                    given = gives[one[0]][one[1]]
+                    if given >= 0:
+                        self.provide(given + one[2], clock)
                 self.done.append((rank, place))
-            starts += [start] * (behind - place)
-            ends += [clock] * (behind - place)
+            elif not IS_DATA_PARALLEL[kind]:
+                start = clock = yield from self.exchange_state(rank, op, place, clock, unmet)
+            elif lane is not None:
+                start = clock = lane.issue(place, op, clock)
+            for at in range(place, behind):
+                starts[at], ends[at] = start, clock
             place = behind
-        self.place[rank], self.clock[rank] = place, clock
 
-    def _issue(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> float:
-        """A gather or a reduction: when the rank goes on, or -1 after noting what it waits for."""
-        if self.unmet[rank] and not op[3]:
-            clock = self._meet(rank, clock)
-        if clock >= 0 and self.lanes:
-            clock = self.lanes[rank].issue(len(self.starts[rank]), op, clock)
-        return clock
+    def provide(self, event: int, time: float) -> None:
+        """Something is sent, there or posted; who waits for it goes on."""
+        self.times[event] = time
+        if event in self.waiting:
+            self.ready.append(self.waiting.pop(event))
 
-    def _compute(self, rank: int, place: int, behind: int, clock: float) -> float:
-        """When the computation at `place` ends that starts at `clock`: a part of a W; or an overlapped pair when both
-        end, with what stands between the two."""
+    def computed(self, rank: int, place: int, behind: int, clock: float) -> float:
+        """When a computation ends that starts at `clock`: beside a lane, a part of a W, or an overlapped pair, which
+        ends when both do, with what stands between the two."""
+        row, lane = self.rows[rank], self.lanes[rank] if self.lanes else None
         for at in range(place, behind):
-            op = self.rows[rank][at]
-            if self.lanes:
-                run = self.lanes[rank].compute if IS_COMPUTE[op[0]] else self.lanes[rank].issue
-                clock = run(at, op, clock)
+            op = row[at]
+            if lane is not None:
+                clock = (lane.compute if IS_COMPUTE[op[0]] else lane.issue)(at, op, clock)
             elif IS_COMPUTE[op[0]]:
-                share = (op[5] - op[4]) / units_of_parts(self.rows[rank])[op[1]] if op[4] >= 0 else 1.0
+                share = (op[5] - op[4]) / self.parts(rank)[op[1]] if op[4] >= 0 else 1.0
                 clock += self.durations[op[0]][op[1]] * share
         return clock
 
-    def _arrived(self, rank: int, op: RawOp, clock: float) -> float:
-        """When a computation has its input, at `clock` or later, or -1 after noting that the rank waits for it."""
-        kind, stage = op[0], op[1]
-        if kind == W or (kind == F and stage == 0):
-            return clock
-        need = stage * self.total + op[2] + (0 if kind == F else self.size)
-        sent = self.sent[need]
-        if sent < 0:
-            return self._wait(rank, need)
-        if self.crosses[stage - 1 if kind == F else stage]:
-            posted = self.posted[need]
-            sent = (sent if sent > posted else posted) + self.costs.comm
-        return sent if sent > clock else clock
-
-    def _meet(self, rank: int, clock: float) -> float:
-        """When all sends have met their receives, or -1."""
-        for message in self.unmet[rank]:
-            if self.posted[message] < 0:
-                return self._wait(rank, self.num_inputs + message)
-            clock = max(clock, self.posted[message])
-        self.unmet[rank].clear()
-        return clock
-
-    def _wait(self, rank: int, event: int) -> float:
-        self.waiter[event] = rank
-        self.blocked[rank] = event
-        return -1.0
-
-    def _provide(self, times: list[float], target: int, time: float, event: int, ready: list[int]) -> None:
-        times[target] = time
-        if event in self.waiter:
-            ready.append(self.waiter.pop(event))
-
-    def _finish(self, op: RawOp, end: float, ready: list[int]) -> None:
-        """Hand the result on, unless a send will."""
-        kind, stage = op[0], op[1]
-        if kind == F:
-            turn = stage + 1 == self.num_stages  # the loss: its own backward is next
-            target = stage * self.total + op[2] + (self.size if turn else self.total)
-            crosses = self.crosses[stage]
-        elif kind != W and stage > 0:
-            target = (stage - 1) * self.total + op[2] + self.size
-            crosses = self.crosses[stage - 1]
-        else:
-            return
-        if not (crosses and self.by_message):
-            self._provide(self.sent, target, end, target, ready)
-
-    def _exchange_state(self, rank: int, op: RawOp, clock: float, ready: list[int]) -> float:
-        """An operation of post-validation: when it is done, or -1 after noting what the rank waits for."""
+    def exchange_state(
+        self, rank: int, op: RawOp, place: int, clock: float, unmet: list[int]
+    ) -> Generator[Wait, None, float]:
+        """An operation of post-validation; returns when it is done."""
         kind, peer = op[0], op[6]
+        if kind == _RECV_STATE:
+            self.provide(self.num_inputs + self.state_for(rank, from_before=peer < rank), clock)
+            return clock
         # A partial state comes from the rank before and goes to the one behind; the whole one goes the other way.
-        partial = kind == Kind.STEP or (kind == Kind.SEND_STATE and peer > rank)
-        if kind == Kind.RECV_STATE:
-            message = self._state_for(rank, from_before=peer < rank)
-            self._provide(self.posted, message, clock, self.num_inputs + message, ready)
-            return clock
-        clock = self._meet(rank, clock)
-        if clock < 0:
-            return clock
-        needs, message = (
-            rank > 0 if partial else rank + 1 < self.num_ranks,
-            self._state_for(rank, from_before=partial),
-        )
-        if needs and self.sent[message] < 0:
-            return self._wait(rank, message)
-        if self.lanes and partial:  # once: behind this nothing is tried again
+        partial = kind == _STEP or (kind == _SEND_STATE and peer > rank)
+        needs = rank > 0 if partial else rank + 1 < self.num_ranks
+        message = self.state_for(rank, from_before=partial)
+        if needs and self.times[message] < 0:
+            yield message, place
+        if self.lanes and partial:
             clock = self.lanes[rank].through(clock)
         if needs:
-            clock = max(clock, max(self.sent[message], self.posted[message]) + self.costs.comm)
-        if kind == Kind.SEND_STATE:
-            message = self._state_for(peer, from_before=partial)
-            self._provide(self.sent, message, clock, message, ready)
+            clock = max(clock, max(self.times[message], self.times[self.num_inputs + message]) + self.comm)
+        if kind == _SEND_STATE:
+            message = self.state_for(peer, from_before=partial)
+            self.provide(message, clock)
             if self.blocking_sends:
-                self.unmet[rank].append(message)
+                unmet.append(self.num_inputs + message)
         return clock
 
-    def _state_for(self, rank: int, *, from_before: bool) -> int:
+    def state_for(self, rank: int, *, from_before: bool) -> int:
         """The number of a state, by who gets it."""
         return 2 * self.size + rank + (0 if from_before else self.num_ranks)
 

@@ -8,31 +8,20 @@ from collections.abc import Sequence
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_lanes, verify_residency
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    SEND_B,
-    SEND_F,
-    B,
-    F,
-    Plan,
-    PlanError,
-    RawOp,
-    W,
-    op_text,
-)
+from megatron.core.pipeline_parallel.plan.held.verify_lanes import verify_lanes
+from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
-from megatron.core.pipeline_parallel.post_validation.verify import verify_state
+from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
-_DOES = {F: _DONE_F, B: _DONE_B, W: _DONE_W, BW: _DONE_B | _DONE_W}
+_DOES = {ir.F: _DONE_F, ir.B: _DONE_B, ir.W: _DONE_W, ir.BW: _DONE_B | _DONE_W}
 SMALL = 1 << 20  # inputs that are walked even where operations are missing, to say which
 
 
 def verify(
-    plan: Plan,
+    plan: ir.Plan,
     costs: CostModel | None = None,
     *,
     deadlock: bool = True,
@@ -52,12 +41,12 @@ def verify(
     Raises PlanError naming rank, place and operation.
     """
     if plan.num_microbatches < 1:
-        raise PlanError(f"a plan has at least 1 microbatch, not {plan.num_microbatches}")
+        raise ir.PlanError(f"a plan has at least 1 microbatch, not {plan.num_microbatches}")
     if len(plan.rows) != plan.placement.num_ranks:
-        raise PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")
+        raise ir.PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")
     needed, found = plan.placement.num_stages * plan.num_microbatches, plan.num_ops
     if needed > max(found, SMALL):  # before anything is allocated by numbers that a file may claim
-        raise PlanError(
+        raise ir.PlanError(
             f"{found} operations cannot compute {needed} inputs, one of each stage and microbatch"
         )
     costs = costs or CostModel.of_ranks(plan.placement)
@@ -73,7 +62,7 @@ def verify(
     elif check.has_lanes or plan.residency is not None:
         verify_lanes(plan)
     if plan.bitwise and check.out_of_order:
-        raise PlanError(
+        raise ir.PlanError(
             f"{check.out_of_order}: weight gradients of a stage must be added in increasing microbatch order, or the"
             " plan must say that it is not bitwise"
         )
@@ -86,7 +75,7 @@ def verify(
 class _Check:
     """One pass over all rows. Inputs are numbered: stage that needs it x microbatch, backward ones behind."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ir.Plan) -> None:
         self.plan, self.total = plan, plan.num_microbatches
         self.ranks = plan.placement.ranks()
         self.size = len(self.ranks) * self.total
@@ -119,7 +108,7 @@ class _Check:
             if IS_DATA_PARALLEL[kind]:
                 self.has_lanes = True
                 continue
-            if part or (first >= 0 and kind != W):
+            if part or (first >= 0 and kind != ir.W):
                 wrong = "only a W has parts, of units"
             elif not 0 <= stage < len(mine) or not mine[stage]:
                 wrong = "the stage is not on this rank"
@@ -135,10 +124,10 @@ class _Check:
                         wrong = "overlaps with nothing beside it"
             if wrong:
                 raise ir.wrong_op(rank, place, op, wrong)
-            if kind in (W, BW) and self._behind_later(op) and not self.out_of_order:
-                self.out_of_order = f"rank {rank}, place {place}, {op_text(op)}"
+            if kind in (ir.W, ir.BW) and self._behind_later(op) and not self.out_of_order:
+                self.out_of_order = f"rank {rank}, place {place}, {ir.op_text(op)}"
 
-    def _behind_later(self, op: RawOp) -> bool:
+    def _behind_later(self, op: ir.RawOp) -> bool:
         """Whether weight gradients of a later microbatch were added before; unit by unit, where a W has parts."""
         stage, microbatch = op[1], op[2]
         if op[4] >= 0:
@@ -155,22 +144,22 @@ class _Check:
         """What is wrong with a computation, or nothing."""
         at, gives = stage * self.total + microbatch, _DOES[kind]
         state = self.state[at]
-        if self.plan.forward_only and kind != F:
+        if self.plan.forward_only and kind != ir.F:
             return "is no forward, and the plan is forward_only"
         if state & gives or (gives & _DONE_W and at in self.parts):
             return "is there twice"
-        if kind != F and not state & _DONE_F:
+        if kind != ir.F and not state & _DONE_F:
             return f"comes before {stage}F{microbatch}"
-        if kind == W and not state & _DONE_B:
+        if kind == ir.W and not state & _DONE_B:
             return f"comes before {stage}B{microbatch}"
         self.state[at] = state | gives
-        need, source = (at, stage - 1) if kind == F else (at + self.size, stage + 1)
-        if kind == W or not 0 <= source < len(self.ranks):
+        need, source = (at, stage - 1) if kind == ir.F else (at + self.size, stage + 1)
+        if kind == ir.W or not 0 <= source < len(self.ranks):
             return ""
         missing = self.by_message and self.ranks[source] != rank and self.received[need] < 0
         return f"has no receive before it for its input from stage {source}" if missing else ""
 
-    def _part(self, op: RawOp) -> str:
+    def _part(self, op: ir.RawOp) -> str:
         """What is wrong with a part of a W, or nothing."""
         stage, microbatch, first, end = op[1], op[2], op[4], op[5]
         words = self.plan.residency
@@ -189,11 +178,11 @@ class _Check:
             self.state[at] = state | _DONE_W
         return ""
 
-    def _transfer(self, rank: int, op: RawOp) -> str:
+    def _transfer(self, rank: int, op: ir.RawOp) -> str:
         """What is wrong with one end of a message, or nothing."""
         kind, stage, microbatch, peer, pair = op[0], op[1], op[2], op[6], op[7]
-        sends, forward = kind in (SEND_F, SEND_B), kind in (SEND_F, ir.RECV_F)
-        other = stage + 1 if kind in (SEND_F, ir.RECV_B) else stage - 1
+        sends, forward = kind in (ir.SEND_F, ir.SEND_B), kind in (ir.SEND_F, ir.RECV_F)
+        other = stage + 1 if kind in (ir.SEND_F, ir.RECV_B) else stage - 1
         if not 0 <= other < len(self.ranks) or self.ranks[other] == rank:
             return "no other rank needs this" if sends else "this comes from no other rank"
         if peer != self.ranks[other]:
@@ -207,7 +196,7 @@ class _Check:
         if pair < 0:
             return "has no message number"
         pairs[need] = pair
-        name = SEND_F if forward else SEND_B
+        name = ir.SEND_F if forward else ir.SEND_B
         route = self.sends[rank, peer, name] if sends else self.receives[peer, rank, name]
         route.append(need)
         return ""
@@ -220,8 +209,8 @@ class _Check:
         at = next(at for at, state in enumerate(self.state) if state != complete)
         stage, microbatch = divmod(at, self.total)
         missing = complete & ~self.state[at]
-        absent = [f"{stage}{NAMES[kind]}{microbatch}" for kind in (F, B, W) if missing & _DOES[kind]]
-        raise PlanError(f"rank {self.ranks[stage]}: {' and '.join(absent)} is missing")
+        absent = [f"{stage}{NAMES[kind]}{microbatch}" for kind in (ir.F, ir.B, ir.W) if missing & _DOES[kind]]
+        raise ir.PlanError(f"rank {self.ranks[stage]}: {' and '.join(absent)} is missing")
 
     def all_matched(self) -> None:
         """Every send has its receive, with one number of its own, in one order at both ends of a route."""
@@ -233,33 +222,33 @@ class _Check:
             send, receive = f"{source}SEND_{name}{microbatch}", f"{stage}RECV_{name}{microbatch}"
             here, there = f"rank {self.ranks[stage]}", f"rank {self.ranks[source]}"
             if self.sent[need] < 0:
-                raise PlanError(f"{here}: {receive} has no {send} on {there}")
+                raise ir.PlanError(f"{here}: {receive} has no {send} on {there}")
             if self.received[need] < 0:
-                raise PlanError(f"{there}: {send} has no {receive} on {here}")
-            raise PlanError(
+                raise ir.PlanError(f"{there}: {send} has no {receive} on {here}")
+            raise ir.PlanError(
                 f"{send} is message {self.sent[need]} and {receive} is message {self.received[need]}"
             )
         states = [pair for pair in self.states if pair >= 0]  # at both ends: each number twice
         numbers = [pair for pair in self.sent if pair >= 0] + sorted(states)[::2]
         if len(numbers) != len(set(numbers)):
-            raise PlanError("two messages have the same number")
+            raise ir.PlanError("two messages have the same number")
         for (sender, receiver, kind), sent in self.sends.items():
             both = zip(sent, self.receives[sender, receiver, kind], strict=True)
             for place, (one, other) in enumerate(both):
                 if one != other:
-                    raise PlanError(
+                    raise ir.PlanError(
                         f"message {place} of {NAMES[kind]} from rank {sender} to rank {receiver} is of microbatch "
                         f"{one % self.total} where it is sent and of microbatch {other % self.total} where it is "
                         "received"
                     )
 
 
-def _no_deadlock(plan: Plan, costs: CostModel) -> None:
+def _no_deadlock(plan: ir.Plan, costs: CostModel) -> None:
     stopped = execute(plan, costs, blocking_sends=True).stopped
     if stopped:
         words = [
-            f"rank {rank} stops at place {place}, {op_text(plan.rows[rank][place])}, waiting for {what}"
+            f"rank {rank} stops at place {place}, {ir.op_text(plan.rows[rank][place])}, waiting for {what}"
             for rank, (place, what) in stopped.items()
         ]
         more = f"; and {len(words) - 4} more ranks" if len(words) > 4 else ""
-        raise PlanError("deadlock: " + "; ".join(words[:4]) + more)
+        raise ir.PlanError("deadlock: " + "; ".join(words[:4]) + more)

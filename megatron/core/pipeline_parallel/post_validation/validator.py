@@ -79,23 +79,18 @@ class StepOwner(Protocol):
         that is under way, see `Go.STOP`."""
 
 
-class _Known(NamedTuple):
-    """The divisor of a step's gradients, the state of this rank and those before, whether this rank steps on that."""
+@dataclasses.dataclass
+class _Known:
+    """What a rank knows of a step. divisor: of its gradients. state: of this rank and those before. steps: whether this
+    rank steps on that. optimistic: ranks step before they know all. arrival, whole: the whole state, on its way and
+    once it is there."""
 
     divisor: float
     state: ValidationState
     steps: bool
-
-
-@dataclasses.dataclass
-class _Pending:
-    """A step that is not decided on. optimistic: ranks step before they know all. arrival, whole: the whole state, on
-    its way and once it is there."""
-
-    known: _Known
     optimistic: bool
-    arrival: StateArrival | None
-    whole: ValidationState | None
+    arrival: StateArrival | None = None
+    whole: ValidationState | None = None
 
 
 class PostValidator:
@@ -127,7 +122,7 @@ class PostValidator:
         self._clean_steps = 0
         self._from_before: StateArrival | None = None
         self._known_now: _Known | None = None
-        self._pending: _Pending | None = None
+        self._pending: _Known | None = None  # a step that is not decided on
 
     @property
     def pending(self) -> bool:
@@ -189,16 +184,12 @@ class PostValidator:
         if known.steps:
             self._stepper.snapshot()
             self._take_step(known.divisor, 1.0)
-        whole = known.state if self._rank == self._last else None
-        self._pending = _Pending(known, self._optimistic, None, whole)
-        if not self._pending.optimistic:
+        self._pending = known
+        known.whole = known.state if self._rank == self._last else None
+        if not known.optimistic:
             self.validate_now()
 
     # What they share ---------------------------------------------------------------------------------
-
-    @property
-    def _optimistic(self) -> bool:
-        return self._clean_steps >= self._after
 
     def _known(self) -> _Known:
         """Of the step under way; completes it when it is first asked for."""
@@ -207,23 +198,23 @@ class PostValidator:
             counts = self._count_zero_grads
             state = self._stepper.stage_state(nonfinite, count_zero_grads=counts, extras=extras)
             if self._from_before is not None:
-                state = state.like(self._from_before.wait()) + state
+                state = state.like(self._from_before.wait(len(state.numbers))) + state
                 self._from_before = None
-            norm = self._stepper.norm(state.sums, divisor)
-            steps = self._optimistic and self._decides(state, norm).clean
+            norm, optimistic = self._stepper.norm(state.sums, divisor), self._clean_steps >= self._after
+            steps = optimistic and self._decides(state, norm).clean
             state = dataclasses.replace(state, stepped=state.stepped or steps)
-            self._known_now = _Known(divisor, state, steps)
+            self._known_now = _Known(divisor, state, steps, optimistic)
         return self._known_now
 
-    def _whole(self, pending: _Pending) -> ValidationState:
-        if pending.whole is None:
-            assert pending.arrival is not None, "the whole state was not asked for"
-            pending.whole = pending.known.state.like(pending.arrival.wait())
-        return pending.whole
+    def _whole(self, known: _Known) -> ValidationState:
+        if known.whole is None:
+            assert known.arrival is not None, "the whole state was not asked for"
+            known.whole = known.state.like(known.arrival.wait(len(known.state.numbers)))
+        return known.whole
 
-    def _settle(self, pending: _Pending, whole: ValidationState) -> tuple[StepOutcome, bool, bool]:
+    def _settle(self, pending: _Known, whole: ValidationState) -> tuple[StepOutcome, bool, bool]:
         """Make the step what it has to be, and tell the owner; whether that goes on, and was told of new weights."""
-        divisor, _, stepped = pending.known
+        divisor, stepped = pending.divisor, pending.steps
         norm = self._stepper.norm(whole.sums, divisor)
         decision = self._decides(whole, norm)
         self._pending = None

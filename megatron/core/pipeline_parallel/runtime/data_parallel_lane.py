@@ -10,24 +10,14 @@ it does what the row wants done once so many accesses have begun, and then waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    HSDP_ALL_REDUCE,
-    REDUCE,
-    RESHARD,
-    UNSHARD,
-    PlanError,
-    RawOp,
-    Row,
-    W,
-    op_text,
-)
+from megatron.core.pipeline_parallel.plan.ir import PlanError, RawOp, Row, op_text
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync
@@ -65,10 +55,10 @@ class DataParallelLane:
         }
         self._names = {stage: [unit.name for unit in units[stage].units] for stage in chunks}
         calls: dict[int, Callable[[int], None]] = {
-            UNSHARD: grad_sync.gathers.start,
-            RESHARD: grad_sync.gathers.free,
-            REDUCE: grad_sync.reductions.start,
-            HSDP_ALL_REDUCE: grad_sync.reductions.start_outer,
+            ir.UNSHARD: grad_sync.gathers.start,
+            ir.RESHARD: grad_sync.gathers.free,
+            ir.REDUCE: grad_sync.reductions.start,
+            ir.HSDP_ALL_REDUCE: grad_sync.reductions.start_outer,
         }
         # By place in the row, unit by unit: its number in the stage, its name, and what does the operation.
         self._doing: dict[int, list[tuple[int, str, Callable[[], None]]]] = {}
@@ -81,7 +71,7 @@ class DataParallelLane:
                 every = range(op[4], op[5]) if op[4] >= 0 else range(len(names))
                 self._doing[place] = [(one, names[one], partial(calls[kind], numbers[one])) for one in every]
         # What the row gathers; all else is always whole.
-        gathers = (place for place in self._doing if row[place][0] == UNSHARD)
+        gathers = (place for place in self._doing if row[place][0] == ir.UNSHARD)
         self._come_and_go = {name for place in gathers for _, name, _ in self._doing[place]}
         self._gathered: set[str] = set()
         self._gathers: dict[str, _Gather] = {}  # that nobody has waited for yet
@@ -103,26 +93,13 @@ class DataParallelLane:
         self._gathered.clear()
         self._gathers.clear()
 
-    def name(self, stage: int, unit: int) -> str:
-        """The unit's name, which is the rank's."""
-        return self._names[stage][unit]
-
-    def has_weights(self, stage: int, unit: int) -> bool:
-        """Whether the unit's weights are whole, or about to be."""
-        name = self._names[stage][unit]
-        return name in self._gathered or name not in self._come_and_go
-
-    def is_about(self, place: int, name: str) -> bool:
-        """Whether an operation of the row is about the unit of this name."""
-        return any(name == one for _, one, _ in self._doing[place])
-
     def perform(self, placed: Placed) -> None:
         """Do one operation."""
         place, op = placed
         kind, doing = op[0], self._doing[place]
         start = self._now()
         for unit, name, call in doing:
-            if kind == RESHARD:
+            if kind == ir.RESHARD:
                 if name in self._gathers:
                     self.wait(op[1], unit)
                 self._gathered.discard(name)
@@ -134,7 +111,7 @@ class DataParallelLane:
         end = self._now()
         self.spent_s += end - start
         gather = _Gather(place, op, start, end, len(doing))
-        if kind == UNSHARD:
+        if kind == ir.UNSHARD:
             for _, name, _ in doing:
                 self._gathered.add(name)
                 self._gathers[name] = gather
@@ -160,6 +137,19 @@ class DataParallelLane:
         if not gather.left:
             self._record(gather)
 
+    def came_late(self, stage: int, unit: int, *, read: bool, reductions: Iterable[int]) -> str | None:
+        """What is over for a unit that begins only now: its weights are gone, where they are read, or its gradients are
+        summed by one of these operations of the row; None where nothing is."""
+        name = self._names[stage][unit]
+        if read and name in self._come_and_go and name not in self._gathered:
+            return "weights are freed"
+        summed = any(name == one for place in reductions for _, one, _ in self._doing[place])
+        return "gradients are summed" if summed else None
+
+    def names(self, stage: int, units: Iterable[int]) -> str:
+        """In an error."""
+        return " and ".join(repr(self._names[stage][unit]) for unit in units)
+
     def _now(self) -> float:
         return 0.0 if self._recorder is None else self._recorder.now()
 
@@ -170,18 +160,14 @@ class DataParallelLane:
 
 
 class UnitBoundaries:
-    """The `UnitListener` of a run: hands on to the computation under way, if there is one with units."""
+    """The `UnitListener` of a run: hands on to the computation under way (`crossing`), if there is one with units."""
 
     def __init__(self) -> None:
-        self._crossing: Crossing | None = None
+        self.crossing: Crossing | None = None
 
     def unit_begins(self, chunk: int, unit: int) -> None:
-        if self._crossing is not None:
-            self._crossing.unit_begins(chunk, unit)
-
-    def attend(self, crossing: Crossing | None) -> None:
-        """A computation is under way from now on, or none."""
-        self._crossing = crossing
+        if self.crossing is not None:
+            self.crossing.unit_begins(chunk, unit)
 
 
 class Crossing:
@@ -215,14 +201,14 @@ class Crossing:
         self._done = 0
         self._advance(1)
         if self._boundaries is not None:
-            self._boundaries.attend(self)
+            self._boundaries.crossing = self
             return
         for begun in range(2, len(self._accesses) + 1):
             self._advance(begun)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._boundaries is not None:
-            self._boundaries.attend(None)
+            self._boundaries.crossing = None
         if kind is None:
             self._operate(len(self._accesses))
 
@@ -256,17 +242,17 @@ class Crossing:
 
     def _came_late(self, unit: int) -> None:
         stage, lane = self._op[1], self._lane
-        name = lane.name(stage, unit)
-        reductions = (place for place, op in self._operations[: self._done] if op[0] == REDUCE)
-        reduced = self._op[0] in (W, BW) and any(lane.is_about(place, name) for place in reductions)
-        freed = any(unit in access for access in self._reads) and not lane.has_weights(stage, unit)
-        if freed or reduced:
-            before = " and ".join(repr(lane.name(stage, one)) for one in self._accesses[self._begun - 1])
+        sums = self._operations[: self._done] if self._op[0] in (ir.W, ir.BW) else ()
+        reductions = [place for place, op in sums if op[0] == ir.REDUCE]
+        read = any(unit in access for access in self._reads)
+        over = lane.came_late(stage, unit, read=read, reductions=reductions)
+        if over is not None:
+            before = lane.names(stage, self._accesses[self._begun - 1])
+            late = lane.names(stage, [unit])
             raise ModelError(
-                f"{op_text(self._op)}: unit {name!r} runs after {before}, where the plan has it over: its "
-                f"{'weights are freed' if freed else 'gradients are summed'} by then. Units must run in one order, the "
-                "model's own or that of --fsdp-unit-modules: name the module around those that run in turn, or leave "
-                "this one out"
+                f"{op_text(self._op)}: unit {late} runs after {before}, where the plan has it over: "
+                f"its {over} by then. Units must run in one order, the model's own or that of --fsdp-unit-modules: "
+                "name the module around those that run in turn, or leave this one out"
             )
 
 

@@ -8,8 +8,9 @@ operation with a kind, and a kind is a handler in the table: the executor's own,
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -18,8 +19,7 @@ from megatron.core.pipeline_parallel.plan import ir, kinds
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.send_completion import Key, send_completion
-from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
-from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
+from megatron.core.pipeline_parallel.post_validation.state import Go, Validation, rollback_ops
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     Crossing,
     DataParallelLane,
@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     UnitBoundaries,
 )
 from megatron.core.pipeline_parallel.runtime.p2p import Arrival, Channel
-from megatron.core.pipeline_parallel.runtime.program import Computation, Step, check_row, compile_row
+from megatron.core.pipeline_parallel.runtime.program import Step, check_row, compile_row
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync, Stage
 from megatron.core.transport.peer_loss import PeerLostError
@@ -40,6 +40,25 @@ class _Stopped(Exception):  # noqa: N818 - no error: the way out of the row
 
 
 _NO_UNITS = contextlib.nullcontext()
+_SENDS = (ir.SEND_F, ir.SEND_B)
+# What computes (`Stage`), which message brings the input, which takes the result, and to which neighbour.
+_COMPUTED_BY = {
+    ir.F: ("forward", ir.RECV_F, ir.SEND_F, 1),
+    ir.B: ("backward_input", ir.RECV_B, ir.SEND_B, -1),
+    ir.BW: ("backward", ir.RECV_B, ir.SEND_B, -1),
+}
+
+
+class _Computation(NamedTuple):
+    """run: with the input, None where there is none. takes: what the input is filed under in `_incoming`, gives: the
+    result in `into`; None where nobody hands one on. crossing: does what its units need meanwhile."""
+
+    op: RawOp
+    run: Callable[[Tensor | None], Tensor | None]
+    takes: Key | None
+    gives: Key | None
+    into: dict[Key, Any]
+    crossing: contextlib.AbstractContextManager[None]
 
 
 class Executor:
@@ -72,30 +91,29 @@ class Executor:
         self.plan, self._rank, self._row = plan, rank, plan.rows[rank]
         self._stages, self._channel, self._units = stages, channel, units or {}
         self._boundaries, self._recorder, self._validation = boundaries, recorder, validation
-        ranks = plan.placement.ranks()
-        self._last_stage = len(ranks) - 1
-        self._is_local = [one == rank for one in ranks]
+        self._ranks = plan.placement.ranks()
         # Tensors on their way: what a send takes; what a computation takes, there already or arriving.
         self._outgoing: dict[Key, Tensor] = {}
         self._incoming: dict[Key, Tensor | Arrival] = {}
         self._waited_s = 0.0
         # Every kind that this executor does by itself; transfers are done by batches, operations in the middle of
         # computations by their `Crossing`.
-        table: dict[int, Callable[[Any], None]] = {ir.F: self._forward, ir.W: self._backward_weight}
-        table |= dict.fromkeys((ir.B, ir.BW), self._backward)
+        table: dict[int, Callable[[Any], None]] = dict.fromkeys((*_COMPUTED_BY, ir.W), self._compute)
         self._lane: DataParallelLane | None = None
         if grad_sync is not None and any(kinds.IS_DATA_PARALLEL[op[0]] for op in self._row):
             assert set(stages) <= set(self._units), f"units of {sorted(self._units)}, stages {sorted(stages)}"
             chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
             self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
-            table |= {kind: self._on_lane for kind in Kind if kinds.IS_DATA_PARALLEL[kind]}
+            lane = self._lane
+            on_lane = (kind for kind in Kind if kinds.IS_DATA_PARALLEL[kind])
+            table |= dict.fromkeys(on_lane, lambda placed: lane.perform(placed))
         if validation is not None:
             table[Kind.VALIDATE] = self._validate
         both = [kind.name for kind in handlers or {} if kind in table or kinds.IS_TRANSFER[kind]]
         assert not both, f"handlers for what the executor does itself: {both}"
         table |= {int(kind): handler for kind, handler in (handlers or {}).items()}
         check_row(plan, rank, stages, table, units=self._lane is not None)
-        self._program = compile_row(self._row, table, self._transfer, self._crossing)
+        self._program = compile_row(self._row, table, self._transfer, self._computation)
         self._completed = send_completion(plan, rank)
         self._rollback = rollback_ops(plan, rank)
 
@@ -138,16 +156,25 @@ class Executor:
             stage.check_empty()
         return done
 
-    def _on_lane(self, placed: Placed) -> None:
-        assert self._lane is not None
-        self._lane.perform(placed)
-
-    def _crossing(self, op: RawOp, within: Sequence[Placed]) -> Crossing | None:
-        """Of a computation. within: operations in its middle."""
-        if self._lane is None:
-            return None
-        chunk = self.plan.placement.chunk_of(op[1])
-        return Crossing(op, chunk, self._units[op[1]], within, self._lane, self._boundaries)
+    def _computation(self, op: RawOp, within: Sequence[Placed]) -> _Computation:
+        """within: operations in its middle."""
+        kind, stage, microbatch = op[:3]
+        crossing: contextlib.AbstractContextManager[None] = _NO_UNITS
+        if self._lane is not None:
+            chunk = self.plan.placement.chunk_of(stage)
+            crossing = Crossing(op, chunk, self._units[stage], within, self._lane, self._boundaries)
+        if kind == ir.W:
+            units = () if op[4] < 0 else ((op[4], op[5]),)
+            weights = functools.partial(self._stages[stage].backward_weight, microbatch, *units)
+            return _Computation(op, lambda _: weights(), None, None, {}, crossing)
+        name, receive, send, step = _COMPUTED_BY[kind]
+        every, target = range(len(self._ranks)), stage + step
+        takes = (receive, stage, microbatch) if stage - step in every else None
+        gives, into = (send, stage, microbatch), cast(dict[Key, Any], self._outgoing)
+        if target in every and self._ranks[target] == self._rank:  # straight to the other stage
+            gives, into = (receive, target, microbatch), self._incoming
+        run = functools.partial(getattr(self._stages[stage], name), microbatch)
+        return _Computation(op, run, takes, gives if target in every else None, into, crossing)
 
     # Around the operations -------------------------------------------------------------------------
 
@@ -161,7 +188,7 @@ class Executor:
             start = recorder.now()
             yield step
             end = recorder.now()
-            if step.call == self._on_lane:
+            if kinds.IS_DATA_PARALLEL[self._row[step.places[0]][0]]:
                 continue  # recorded by the lane, once it is known when it was through
             spent_s = 0.0 if lane is None else lane.spent_s - lane_s
             for place in step.places:
@@ -179,73 +206,41 @@ class Executor:
 
     # Handlers --------------------------------------------------------------------------------------
 
-    def _forward(self, computation: Computation) -> None:
-        op, crossing = computation
-        stage, microbatch = op[1], op[2]
-        hidden = self._take(ir.RECV_F, stage, microbatch) if stage > 0 else None
-        with crossing or _NO_UNITS:
-            output = self._stages[stage].forward(microbatch, hidden)
-        if stage < self._last_stage:
-            self._hand_on(output, ir.SEND_F, ir.RECV_F, stage, stage + 1, microbatch)
+    def _compute(self, computation: _Computation) -> None:
+        """F, B, BW or W."""
+        op, run, takes, gives, into, crossing = computation
+        given = None if takes is None else self._take(takes)
+        with crossing:
+            result = run(given)
+        if gives is None:
+            return
+        if result is None:
+            target = op[1] + _COMPUTED_BY[op[0]][3]
+            raise ModelError(
+                f"stage {op[1]} handed nothing on to stage {target} for microbatch {op[2]}: a stage answers with"
+                " a tensor wherever another one follows"
+            )
+        into[gives] = result
 
-    def _backward(self, computation: Computation) -> None:
-        """B or BW: the gradient of the output in, that of the input out."""
-        op, crossing = computation
-        kind, stage, microbatch = op[:3]
-        grad = self._take(ir.RECV_B, stage, microbatch) if stage < self._last_stage else None
-        with crossing or _NO_UNITS:
-            if kind == ir.BW:
-                grad = self._stages[stage].backward(microbatch, grad)
-            else:
-                grad = self._stages[stage].backward_input(microbatch, grad)
-        if stage > 0:
-            self._hand_on(grad, ir.SEND_B, ir.RECV_B, stage, stage - 1, microbatch)
-
-    def _backward_weight(self, computation: Computation) -> None:
-        op, crossing = computation
-        with crossing or _NO_UNITS:
-            if op[4] < 0:
-                self._stages[op[1]].backward_weight(op[2])
-            else:
-                self._stages[op[1]].backward_weight(op[2], (op[4], op[5]))
-
-    def _take(self, kind: int, stage: int, microbatch: int) -> Tensor:
+    def _take(self, key: Key) -> Tensor:
         """An input, waited for if it is still on its way."""
-        key = (kind, stage, microbatch)
         one = self._incoming.pop(key)
         if isinstance(one, Tensor):
             return one
-        if self._recorder is None:
-            tensor = one.wait()
-        else:
-            start = self._recorder.now()
-            tensor = one.wait()
+        start = 0.0 if self._recorder is None else self._recorder.now()
+        tensor = one.wait()
+        if self._recorder is not None:
             self._waited_s += self._recorder.now() - start
         if key in self._completed:
             self._channel.release(self._completed[key])
         return tensor
 
-    def _hand_on(
-        self, tensor: Tensor | None, send: int, receive: int, stage: int, target: int, microbatch: int
-    ) -> None:
-        """A result goes to the channel, or straight to the other stage where that is on this rank too."""
-        if tensor is None:
-            raise ModelError(
-                f"stage {stage} handed nothing on to stage {target} for microbatch {microbatch}: a stage answers with"
-                " a tensor wherever another one follows"
-            )
-        if self._is_local[target]:
-            self._incoming[receive, target, microbatch] = tensor
-        else:
-            self._outgoing[send, stage, microbatch] = tensor
-
     def _transfer(self, batch: tuple[RawOp, ...]) -> None:
         """Post neighbouring transfers; receives are waited for by their consumers."""
-        sends = (ir.SEND_F, ir.SEND_B)
-        messages = [(op, self._outgoing.pop(op[:3]) if op[0] in sends else None) for op in batch]
+        messages = [(op, self._outgoing.pop(op[:3]) if op[0] in _SENDS else None) for op in batch]
         arrivals = iter(self._channel.post(messages))
         for op in batch:
-            if op[0] not in sends:
+            if op[0] not in _SENDS:
                 self._incoming[op[:3]] = next(arrivals)
 
     def _validate(self, op: RawOp) -> None:
@@ -253,7 +248,7 @@ class Executor:
         go = self._validation.decide()
         if go is Go.ON:
             return
-        # As if the forwards before VALIDATE had not run; see rollback_ops, [Note: messages of undone forwards].
+        # As if the forwards before VALIDATE had not run; see state, [Note: messages of undone forwards].
         # Receives come first: other ranks wait here for their sends, and none waits for one behind it before that.
         late = self._channel.post([(op, None) for op in self._rollback.surplus])
         for arrival in (*self._incoming.values(), *late):

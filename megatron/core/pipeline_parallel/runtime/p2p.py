@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import monotonic_ns
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -142,15 +142,13 @@ class P2P:
         carry, the median of `PINGS`. 0 where none has carried anything. To be called by all ranks between two steps;
         communicates over the pipeline, link by link in one order on all ranks."""
         group, slowest = self._groups[SEND_F], 0
-        carried = {
-            kind_peer: shape for kind_peer, shape in self._shapes.items() if kind_peer[0] in (SEND_F, RECV_F)
-        }
-        links = {
-            (group.rank, peer) if kind == SEND_F else (peer, group.rank): (kind, peer)
-            for kind, peer in carried
-        }
-        for _, (kind, peer) in sorted(links.items()):
-            dtype, shape = carried[kind, peer]
+
+        def link(route: Route) -> tuple[int, int]:
+            kind, peer = route
+            return (group.rank, peer) if kind == SEND_F else (peer, group.rank)
+
+        for route in sorted((one for one in self._shapes if one[0] in (SEND_F, RECV_F)), key=link):
+            (kind, peer), (dtype, shape) = route, self._shapes[route]
             message = [(torch.zeros(shape, dtype=dtype, device=self._device.torch_device), peer)]
             took = []
             for _ in range(1 + PINGS):
@@ -251,15 +249,16 @@ class P2P:
         _wait(*self._sends.pop(key))
 
 
-class _Receive:
+class _Receive(NamedTuple):
     """A receive under way and the buffer that it fills."""
 
-    def __init__(self, op: RawOp, buffer: Tensor, pending: Pending) -> None:
-        self._op, self._buffer, self._pending = op, buffer, pending
+    op: RawOp
+    buffer: Tensor
+    pending: Pending
 
     def wait(self) -> Tensor:
-        _wait(self._op, self._pending)
-        return self._buffer
+        _wait(self.op, self.pending)
+        return self.buffer
 
 
 def _wait(op: RawOp, pending: Pending) -> None:

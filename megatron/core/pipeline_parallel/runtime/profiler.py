@@ -24,7 +24,6 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
 )
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.protocols import Stage
-from megatron.core.transport.parallel_state import ParallelState
 
 MOST_STEPS = 32  # that are kept; of more, the latest
 MOST_WEIGHINGS = 256  # of one stage and kind of backward
@@ -33,8 +32,9 @@ MOST_WEIGHINGS = 256  # of one stage and kind of backward
 class Profiler:
     """A `Recorder` (runtime/recorder.py) of the steps start <= iteration < end, and of every `interval`th one.
 
-    interval: 0 = only the window. pipeline: world ranks of this rank's pipeline. transient_bytes: what the engine holds
-    of weights and gradients that come and go; these are no activations.
+    interval: 0 = only the window, as on devices where measuring makes somebody wait. pipeline: world ranks of this
+    rank's pipeline. transient_bytes: what the engine holds of weights and gradients that come and go; these are no
+    activations.
 
     Steps that are not watched cost two looks at a clock an operation. In a watched one, each operation on CUDA is
     waited for, so that it overlaps less than others do; with gloo and CPU nothing waits. Steps that broke off, or that
@@ -53,32 +53,14 @@ class Profiler:
     ) -> None:
         assert interval >= 0, f"interval {interval}"
         self._device, self._pipeline, self._transient_bytes = device, pipeline, transient_bytes
+        self._interval = 0 if device.queues_work else interval
         self.move_window(start, end)
-        self._interval = interval
         self._steps: deque[tuple[RankStep, int]] = deque(maxlen=MOST_STEPS)  # and the peak of each
         self._weighed: dict[int, _WeighedStage] = {}
         self._step: RankStep | None = None  # under way
         self._spans: dict[int, OpTimes] = {}  # by place in the row
         self.watching = False  # the step under way
         self._begin_bytes = self._peak_bytes = 0
-
-    @classmethod
-    def of_run(
-        cls,
-        ps: ParallelState,
-        window: tuple[int, int],
-        log_interval: int,
-        transient_bytes: Callable[[], int],
-    ) -> Profiler | None:
-        """Of pipelines with messages: the window (first iteration, first one behind it), and every log interval's last
-        iteration where measuring makes nobody wait."""
-        if ps.pp_size == 1:
-            return None
-        interval, (start, end) = 0 if ps.device.queues_work else log_interval, window
-        pipeline = ps.pp_group.ranks
-        return cls(
-            ps.device, pipeline, start=start, end=end, interval=interval, transient_bytes=transient_bytes
-        )
 
     def move_window(self, start: int, end: int) -> None:
         """Between steps: the window is start <= iteration < end from now on."""
@@ -188,20 +170,18 @@ class _WeighedStage:
     def __init__(self, stage: Stage, profiler: Profiler) -> None:
         self._stage, self._profiler = stage, profiler
         self.forward = stage.forward
-        # Bytes that BW's, B's and W's gave back.
-        self._by_bw, self._by_b, self._by_w = (deque[int](maxlen=MOST_WEIGHINGS) for _ in range(3))
+        self.clear()
 
     def clear(self) -> None:
-        for one in (self._by_bw, self._by_b, self._by_w):
-            one.clear()
+        # Bytes that BW's, B's and W's gave back.
+        self._by_bw, self._by_b, self._by_w = (deque[int](maxlen=MOST_WEIGHINGS) for _ in range(3))
 
     def sizes(self) -> tuple[int, int] | None:
         """(what F leaves, what is held of it between B and W). Where no B was seen, all is held until W."""
         if self._by_b and self._by_w:
             by_w = max(0, median(self._by_w))
             return max(0, median(self._by_b) + by_w), by_w
-        whole = max(0, median(self._by_bw)) if self._by_bw else None
-        return None if whole is None else (whole, whole)
+        return (max(0, median(self._by_bw)),) * 2 if self._by_bw else None
 
     @property
     def splits(self) -> bool:

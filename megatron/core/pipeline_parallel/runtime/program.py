@@ -12,24 +12,17 @@ from megatron.core.pipeline_parallel.plan.kinds import (
     IS_DATA_PARALLEL,
     IS_TRANSFER,
 )
-from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, Placed
+from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Placed
 from megatron.core.protocols import Stage
 
 
 class Step(NamedTuple):
-    """A call: of a `Computation`, a batch of transfers, a `Placed` operation of data parallelism, or another operation.
+    """A call: of a computation, a batch of transfers, a `Placed` operation of data parallelism, or another operation.
     places: in the row."""
 
     call: Callable[[Any], None]
     argument: Any
     places: tuple[int, ...]
-
-
-class Computation(NamedTuple):
-    """crossing: None where nothing is to be done for the units of its stage."""
-
-    op: RawOp
-    crossing: Crossing | None
 
 
 def check_row(
@@ -66,11 +59,11 @@ def compile_row(
     row: Row,
     table: Mapping[int, Callable[[Any], None]],
     transfer: Callable[[Any], None],
-    crossing: Callable[[RawOp, list[Placed]], Crossing | None],
+    computation: Callable[[RawOp, list[Placed]], Any],
 ) -> list[Step]:
     """The row with each operation's handler from the table; neighbouring transfers are one step. An operation of data
-    parallelism that waits for accesses to begin is done in the middle of the computation behind it, whose `crossing`
-    takes it. Raises PlanError where there is none."""
+    parallelism that waits for accesses to begin is done in the middle of the computation behind it, whose argument
+    (`computation`) takes it. Raises PlanError where there is none."""
     program: list[Step] = []
     within: list[Placed] = []
     for place, op in enumerate(row):
@@ -86,7 +79,7 @@ def compile_row(
         else:
             argument: Any = (place, op) if IS_DATA_PARALLEL[kind] else op
             if IS_COMPUTE[kind]:
-                argument = Computation(op, crossing(op, within))
+                argument = computation(op, within)
                 within = []
             program.append(Step(table[kind], argument, (place,)))
     if within:

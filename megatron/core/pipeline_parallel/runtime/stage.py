@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +18,6 @@ from megatron.core.weight_grad import WeightGradAccumulator
 
 # (microbatch, hidden or None) -> output, or the number to differentiate
 Run = Callable[[int, Tensor | None], Tensor]
-
-
-class _Saved(NamedTuple):
-    """Of one microbatch, from F to B: the input as a leaf (None where the model begins) and the output's place in
-    the graph (None where nothing behind it needs a gradient)."""
-
-    leaf: Tensor | None
-    edge: GradientEdge | None
 
 
 class ModelStage:
@@ -51,7 +42,9 @@ class ModelStage:
     ) -> None:
         self._run, self._sink, self._timed = run, sink, timed
         self._begins, self._ends = begins, ends
-        self._saved: dict[int, _Saved] = {}
+        # By microbatch, from F to B: the input as a leaf (None where the model begins) and the output's place in the
+        # graph (None where nothing behind it needs a gradient).
+        self._saved: dict[int, tuple[Tensor | None, GradientEdge | None]] = {}
 
     @property
     def splits(self) -> bool:
@@ -76,8 +69,7 @@ class ModelStage:
                 " hidden states for the next stage or the loss"
             )
         if keeps:
-            edge = get_gradient_edge(output) if output.requires_grad else None
-            self._saved[microbatch] = _Saved(leaf, edge)
+            self._saved[microbatch] = leaf, get_gradient_edge(output) if output.requires_grad else None
             output = output.detach()
         return None if self._ends else output
 

@@ -3,14 +3,19 @@ import os
 import numpy as np
 import pytest
 
-from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
+from megatron.core.datasets.blend import (
+    Blend,
+    parse_blend,
+    parse_split,
+    read_blend_file,
+    read_per_split_file,
+    sequence_range,
+)
 from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import SampleFormat, pad_id
+from megatron.core.datasets.gpt_dataset import MockCorpus, SampleFormat, pad_id
+from megatron.core.datasets.gpt_dataset_config import requested_sizes
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.mock_dataset import MockCorpus
-from megatron.core.datasets.requested_sizes import requested_sizes
-from megatron.core.datasets.splits import parse_split, sequence_range
 
 FORMAT = SampleFormat(8, eod=0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.datasets.index_cache import IndexCache
 
-KEY = {"path_prefix": "p", "random_seed": 1}
+KEY = {"class": "GPTDataset", "path_prefix": "p", "index_split": "train", "random_seed": 1}
 CORPUS = {"idx_sha256": "abc"}
 
 
@@ -29,7 +29,7 @@ LAYOUTS = {"document_index": (np.dtype(np.int32), (4,)), "shuffle_index": (np.dt
 
 
 def cache(folder, key=KEY, corpus=CORPUS):
-    return IndexCache(str(folder), "GPTDataset", "train", key, corpus, LAYOUTS, lambda arrays: None)
+    return IndexCache(str(folder), key, corpus, LAYOUTS, lambda arrays: None)
 
 
 def values(arrays):

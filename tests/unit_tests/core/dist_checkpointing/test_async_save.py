@@ -5,11 +5,10 @@ import threading
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import load_pieces
-from megatron.core.dist_checkpointing.save import PendingSave, save
+from megatron.core.dist_checkpointing.save import AsyncSaver, PendingSave, save
 from tests.harness.faults import FileFaults
 from tests.harness.pieces import whole_tensors
 from tests.harness.ranks import run_ranks
@@ -126,12 +125,12 @@ def two_ranks(ctx, root):
     saver = AsyncSaver()
     saver.save(root, 4, whole_tensors(state(4.0)), {}, {"rank": ctx.rank}, ctx.ps)
     if ctx.rank == 0:
-        saver._writer.join()
-    early = saver.maybe_finalize(ctx.ps)
+        saver._written.exception()  # waits
+    early = saver.maybe_finalize()
     event.set()
     if ctx.rank == 1:
-        saver._writer.join()
-    late = saver.maybe_finalize(ctx.ps)
+        saver._written.exception()  # waits
+    late = saver.maybe_finalize()
     return early, late is not None, saver.in_flight
 
 
@@ -147,7 +146,7 @@ def one_rank_fails(ctx, root):
     with faults:
         saver.save(root, 4, whole_tensors(state(4.0)), {}, {}, ctx.ps)
         try:
-            saver.maybe_finalize(ctx.ps, blocking=True)
+            saver.maybe_finalize(blocking=True)
         except CheckpointError as error:
             return str(error)
     return None

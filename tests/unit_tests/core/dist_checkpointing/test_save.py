@@ -251,7 +251,7 @@ def test_whoever_removed_the_directory_of_a_save_under_way_is_named_by_the_guard
         if taken:
             raise CheckpointError("the folder is another run's")
 
-    pending = save_module.begin_save(tmp_path, 1, whole_tensors({"w": torch.ones(8)}), {}, {}, guard=guard)
+    pending = save_module.PendingSave(tmp_path, 1, whole_tensors({"w": torch.ones(8)}), {}, {}, guard=guard)
     shutil.rmtree(pending.temporary)
     with pytest.raises(CheckpointError, match="was removed while this save was writing it"):
         pending.write()

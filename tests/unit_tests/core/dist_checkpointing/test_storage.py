@@ -14,7 +14,6 @@ from megatron.core.dist_checkpointing.safetensors_format import (
     ITEM_BYTES,
     StoredTensor,
     build_header,
-    file_order,
     header_length,
 )
 from megatron.core.dist_checkpointing.save import save
@@ -52,8 +51,9 @@ def test_every_tensor_is_aligned_to_its_element():
         StoredTensor("c", "BF16", (5,)),
         StoredTensor("d", "F32", ()),
     ]
-    ordered = [entries[i] for i in file_order(entries)]
-    header, begins = build_header(ordered)
+    ordered = sorted(entries, key=lambda entry: entry.rank)
+    header, (*begins, end) = build_header(ordered)
+    assert end == len(header) + 8 + 4 + 10 + 3
     assert len(header) % 8 == 0
     assert [entry.key for entry in ordered] == ["b", "d", "c", "a"]
     assert all(begin % ITEM_BYTES[entry.dtype] == 0 for entry, begin in zip(ordered, begins, strict=True))

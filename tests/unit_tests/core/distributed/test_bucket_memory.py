@@ -73,5 +73,5 @@ def test_transient_tensors_have_memory_only_inside():
 
 
 def test_buckets_are_named_after_their_units():
-    assert bucket_name(0, Bucket(3, 0, 128, ("a",), ("layer 1", "head"))) == "layer 1+head"
-    assert bucket_name(1, Bucket(3, 0, 128, ("a",), ("",))) == "bucket 1.3"
+    assert bucket_name(0, Bucket(3, 0, 128, ("a",), "layer 1")) == "layer 1"
+    assert bucket_name(1, Bucket(3, 0, 128, ("a",), "")) == "bucket 1.3"

@@ -18,6 +18,7 @@ from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import single_process
 from tests.harness.cut_models import shard_place
 from tests.harness.ranks import RanksError, run_ranks, share_ranks
+from tests.harness.units_of_size import units_of_size
 
 CONFIG = DistributedDataParallelConfig()
 
@@ -361,10 +362,11 @@ def test_every_strategy_adds_what_its_ranks_hold_of_partial_regions(tp, copies, 
                 buffer = FlatBuffer(
                     parameters,
                     tp_meta(tp, ps.tp_rank, copies),
-                    DistributedDataParallelConfig(ddp_bucket_size=6),
+                    DistributedDataParallelConfig(),
                     sharding=sharding,
                     place=place,
                     device=torch.device("cpu"),
+                    units=units_of_size({name: p.numel() for name, p in parameters.items()}, 6),
                 )
                 for name in SHAPES:
                     start, end = buffer.part(name, sharding.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import subprocess
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 
 from megatron.core.distributed.shard_layout import (
     ALIGNMENT,
+    FlatLayout,
     ParamSpec,
     bucket_size_of,
     plan_layouts,
 )
 from megatron.core.sharding_table import ShardOver, ShardPlace
+from tests.harness.units_of_size import units_of_size
 
 specs_lists = st.lists(
     st.tuples(
@@ -31,14 +34,18 @@ specs_lists = st.lists(
 sizes = st.none() | st.integers(1, 10_000)
 
 
+def in_units(specs: list[ParamSpec], size: int | None) -> list[ParamSpec]:
+    """In units of at least so many elements, as far as there are any; None: one."""
+    units = units_of_size({spec.name: spec.numel for spec in specs}, size or sum(s.numel for s in specs) + 1)
+    return [dataclasses.replace(spec, unit=units[spec.name]) for spec in specs]
+
+
 @settings(derandomize=True, max_examples=150, deadline=None)
-@given(
-    specs_lists, st.sampled_from([1, 2, 3, 4, 7, 8, 64, 96, 1024, 4096]), sizes, st.none() | st.integers(1, 9)
-)
-def test_layout_properties(specs, dp_size, bucket_size, num_buckets):
-    layouts = plan_layouts(specs, dp_size, bucket_size=bucket_size, num_buckets=num_buckets)
+@given(specs_lists, st.sampled_from([1, 2, 3, 4, 7, 8, 64, 96, 1024, 4096]), sizes)
+def test_layout_properties(specs, dp_size, size):
+    specs = in_units(specs, size)
+    layouts = plan_layouts(specs, dp_size)
     assert sorted(slot.name for layout in layouts for slot in layout.slots) == sorted(s.name for s in specs)
-    limit = bucket_size_of(sum(s.numel for s in specs), dp_size, bucket_size, num_buckets)
     for layout in layouts:
         by_name = {s.name: s for s in specs}
         assert all(by_name[slot.name].dtype == layout.dtype for slot in layout.slots)
@@ -51,11 +58,10 @@ def test_layout_properties(specs, dp_size, bucket_size, num_buckets):
                 assert slot.numel == by_name[slot.name].numel
                 position = slot.end
             padding, position = bucket.end - position, bucket.end
-            # Cuts evenly, wastes little, and holds no more than it needs to reach the size asked for.
+            # Cuts evenly, wastes little, and holds what one unit has.
             assert bucket.numel % (ALIGNMENT * dp_size) == 0
             assert 0 <= padding < ALIGNMENT * dp_size
-            *others, _last = bucket.names
-            assert sum(by_name[name].numel for name in others) < limit
+            assert {by_name[name].unit for name in bucket.names} == {bucket.unit}
         assert layout.numel == position
         # Buckets follow backward order: later registered first.
         order = [name for bucket in layout.buckets for name in bucket.names]
@@ -65,6 +71,15 @@ def test_layout_properties(specs, dp_size, bucket_size, num_buckets):
 def places(inner: int, outer: int) -> list[ShardPlace]:
     """All ranks, inner by inner and of each its outer ones: the order in which FULL parts lie."""
     return [ShardPlace(i, inner, o, outer) for i in range(inner) for o in range(outer)]
+
+
+def part_at_rest(layout: FlatLayout, name: str, place: ShardPlace, cut: ShardOver) -> tuple[int, int]:
+    """Elements [start, end) of the buffer at rest that are this rank's part of a parameter."""
+    slot, (low, high) = layout.by_name[name], layout.part_of(name, place, cut)
+    start = layout.rest_start(slot.bucket, place, cut)
+    if low < high:
+        start += slot.start + low - layout.shard(slot.bucket, place, cut)[0]
+    return start, start + high - low
 
 
 def holders(cut: ShardOver, inner: int, outer: int) -> list[ShardPlace]:
@@ -81,9 +96,9 @@ def holders(cut: ShardOver, inner: int, outer: int) -> list[ShardPlace]:
     st.sampled_from(["flat", "tensor_atomic"]),
     st.sampled_from(list(ShardOver)),
 )
-def test_parts_partition_every_bucket_and_every_parameter(specs, ranks, bucket_size, placement, cut):
+def test_parts_partition_every_bucket_and_every_parameter(specs, ranks, size, placement, cut):
     inner, outer = ranks
-    for layout in plan_layouts(specs, inner * outer, bucket_size=bucket_size, placement=placement):
+    for layout in plan_layouts(in_units(specs, size), inner * outer, placement=placement):
         ranks_of = holders(cut, inner, outer)
         assert len(ranks_of) == ranks_of[0].ways(cut)
         for bucket in layout.buckets:
@@ -102,7 +117,7 @@ def test_parts_partition_every_bucket_and_every_parameter(specs, ranks, bucket_s
                 if high > low:  # parameter-relative and buffer-relative views agree
                     assert start <= slot.start + low
                     assert slot.start + high <= end
-                rest = layout.part_at_rest(slot.name, place, cut)
+                rest = part_at_rest(layout, slot.name, place, cut)
                 assert rest[1] - rest[0] == high - low
         for place in ranks_of:  # a buffer at rest is its buckets' parts, one behind the other
             position = 0
@@ -121,13 +136,13 @@ def test_parts_partition_every_bucket_and_every_parameter(specs, ranks, bucket_s
     st.sampled_from(["flat", "tensor_atomic"]),
     st.sampled_from(list(ShardOver)),
 )
-def test_spans_at_rest_are_the_parts_of_parameters_group_by_group(specs, ranks, bucket_size, placement, cut):
+def test_spans_at_rest_are_the_parts_of_parameters_group_by_group(specs, ranks, size, placement, cut):
     """Every element of the buffer at rest has the group of the parameter it belongs to, or none."""
-    for layout in plan_layouts(specs, math.prod(ranks), bucket_size=bucket_size, placement=placement):
+    for layout in plan_layouts(in_units(specs, size), math.prod(ranks), placement=placement):
         for place in places(*ranks):
             owner: dict[tuple[int, int], str] = {}
             for slot in layout.slots:
-                start, end = layout.part_at_rest(slot.name, place, cut)
+                start, end = part_at_rest(layout, slot.name, place, cut)
                 if start < end:
                     owner[start, end] = slot.group
             spans = layout.spans_at_rest(place, cut)
@@ -147,7 +162,7 @@ def test_outer_parts_lie_inside_inner_ones_and_a_whole_buffer_is_at_rest_as_it_i
         assert inner[0] <= full[0]
         assert full[1] <= inner[1]
         assert layout.spans_at_rest(place, ShardOver.NONE) == layout.spans
-        assert layout.part_at_rest("a", place, ShardOver.NONE) == (
+        assert part_at_rest(layout, "a", place, ShardOver.NONE) == (
             layout.by_name["a"].start,
             layout.by_name["a"].end,
         )
@@ -174,28 +189,25 @@ unit_specs = st.lists(
 def test_units_are_never_split_and_follow_backward_order(specs, dp_size):
     first = list(dict.fromkeys(spec.unit for spec in specs))
     by_name = {spec.name: spec for spec in specs}
-    layouts = plan_layouts(specs, dp_size, by_unit=True)
+    layouts = plan_layouts(specs, dp_size)
     kinds = {(spec.dtype, spec.trained, spec.expert) for spec in specs}
     assert len(layouts) == len(kinds)
     assert sorted(slot.name for layout in layouts for slot in layout.slots) == sorted(by_name)
     for layout in layouts:
-        in_order = [unit for bucket in layout.buckets for unit in bucket.units]
+        in_order = [bucket.unit for bucket in layout.buckets]
         assert in_order == sorted(set(in_order), key=lambda unit: -first.index(unit))  # each once
         for bucket in layout.buckets:
             members = [by_name[name] for name in bucket.names]
             kinds &= {(m.dtype, m.trained, m.expert) for m in members}
             assert {(m.dtype, m.trained) for m in members} == {(layout.dtype, layout.trained)}
-            assert tuple(dict.fromkeys(m.unit for m in members)) == bucket.units
+            assert {m.unit for m in members} == {bucket.unit}
             assert 0 <= bucket.numel - sum(m.numel for m in members) < ALIGNMENT * dp_size
-            assert len(bucket.units) == 1
-    with pytest.raises(AssertionError, match="a bucket a unit, and buckets of size 9"):
-        plan_layouts(specs, dp_size, by_unit=True, bucket_size=9)
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(specs_lists, st.sampled_from([1, 2, 3, 8, 64]), sizes)
-def test_tensor_atomic_placement_keeps_every_parameter_on_one_rank(specs, dp_size, bucket_size):
-    for layout in plan_layouts(specs, dp_size, bucket_size=bucket_size, placement="tensor_atomic"):
+def test_tensor_atomic_placement_keeps_every_parameter_on_one_rank(specs, dp_size, size):
+    for layout in plan_layouts(in_units(specs, size), dp_size, placement="tensor_atomic"):
         for bucket in layout.buckets:
             slots = [slot for slot in layout.slots if slot.bucket == bucket.index]
             assert sorted(slot.name for slot in slots) == sorted(bucket.names)
@@ -232,8 +244,8 @@ def test_tensor_atomic_parts_are_balanced():
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(specs_lists, st.sampled_from([1, 4]), sizes)
-def test_spans_are_long_and_cover_the_used_part(specs, dp_size, bucket_size):
-    for layout in plan_layouts(specs, dp_size, bucket_size=bucket_size):
+def test_spans_are_long_and_cover_the_used_part(specs, dp_size, size):
+    for layout in plan_layouts(in_units(specs, size), dp_size):
         group_of = {s.name: s.group for s in specs}
         for bucket in layout.buckets:
             spans = [span for span in layout.spans if span.bucket == bucket.index]
@@ -273,7 +285,7 @@ def test_bucket_sizes_from_flags():
 
 
 def test_experts_lie_in_buffers_of_their_own():
-    """One bucket holds nothing that is reduced over other ranks than the rest of it, by units and by sizes."""
+    """One bucket holds nothing that is reduced over other ranks than the rest of it."""
     rows = [
         ("w0", "layer0", False),
         ("expert0", "layer0", True),
@@ -281,20 +293,17 @@ def test_experts_lie_in_buffers_of_their_own():
         ("expert1", "layer1", True),
     ]
     specs = [ParamSpec(name, 100, "float32", unit=unit, expert=expert) for name, unit, expert in rows]
-    for how in ({"by_unit": True}, {"bucket_size": 1}, {}):
-        experts, rest = plan_layouts(specs, 2, **how)
-        assert [slot.name for slot in experts.slots] == ["expert1", "expert0"]
-        assert [slot.name for slot in rest.slots] == ["w1", "w0"]
-    assert [bucket.units for bucket in experts.buckets] == [("layer1", "layer0")]
-    plain = plan_layouts(
-        [ParamSpec(name, 100, "float32", unit=unit) for name, unit, _ in rows], 2, by_unit=True
-    )
+    experts, rest = plan_layouts(specs, 2)
+    assert [slot.name for slot in experts.slots] == ["expert1", "expert0"]
+    assert [slot.name for slot in rest.slots] == ["w1", "w0"]
+    assert [bucket.unit for bucket in experts.buckets] == ["layer1", "layer0"]
+    plain = plan_layouts([ParamSpec(name, 100, "float32", unit=unit) for name, unit, _ in rows], 2)
     assert len(plain) == 1
 
 
 def test_chosen_buckets_are_kept():
     a, b, c = (ParamSpec(name, 100, "float32") for name in "abc")
-    (layout,) = plan_layouts([a, b, c], 2, bucket_size=200)
+    (layout,) = plan_layouts(in_units([a, b, c], 200), 2)
     assert [bucket.names for bucket in layout.buckets] == [("c", "b"), ("a",)]
     assert [(bucket.start, bucket.end) for bucket in layout.buckets] == [(0, 256), (256, 512)]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.stage_units import find_units_of, merged
-from megatron.core.model_chunks import ModelChunks
-from megatron.core.module import ModelError
+from megatron.core.distributed.stage_units import find_units_of
+from megatron.core.module import ModelChunks, ModelError
+from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, merged_groups
 from megatron.core.pipeline_parallel.plan.held.units import UnitCosts
 from tests.harness.tiny_models import tiny_config, tiny_stage
 
@@ -164,7 +166,7 @@ def test_neighbours_in_the_backward_are_merged_to_the_size_of_a_bucket():
     found = found_in(gpt("E0123L", **UNTIED))
     names = [unit.name for unit in found.units]
     assert names == ["embedding", *(f"decoder.layers.{n}" for n in range(4)), "head"]
-    one = merged(found, [1] * 6, 2)
+    one = found.merged([1] * 6, 2)
     assert [unit.name for unit in one.units] == [
         "embedding..decoder.layers.0",
         "decoder.layers.1..decoder.layers.2",
@@ -174,10 +176,10 @@ def test_neighbours_in_the_backward_are_merged_to_the_size_of_a_bucket():
     assert one.units[0].modules == (*found.units[0].modules, *found.units[1].modules)
     assert set(one.units[2].names) == {*found.units[4].names, *found.units[5].names}
     assert one.units[0].backward_reads, "one of its units does"
-    assert len(merged(found, [1] * 6, 100).units) == 1
-    assert merged(found, [1] * 6, 1) == found
+    assert len(found.merged([1] * 6, 100).units) == 1
+    assert found.merged([1] * 6, 1) == found
     # What is needed at both ends of the model has its gradients last.
-    tied = merged(found_in(gpt("E012L")), [1] * 4, 2)
+    tied = found_in(gpt("E012L")).merged([1] * 4, 2)
     assert [unit.name for unit in tied.units] == [
         "embedding_and_head..decoder.layers.0",
         "decoder.layers.1..decoder.layers.2",
@@ -187,9 +189,20 @@ def test_neighbours_in_the_backward_are_merged_to_the_size_of_a_bucket():
 
 
 def test_units_of_two_chunks_are_not_merged():
-    found = merged(found_in(gpt("E01", "23L")), [1] * 6, 100)
+    found = found_in(gpt("E01", "23L")).merged([1] * 6, 100)
     assert [unit.name for unit in found.units] == [
         "embedding",
         "decoder.layers.0..decoder.layers.1",
         "decoder.layers.2..head",
     ]
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 100))
+def test_merged_units_are_no_larger_than_it_takes_to_reach_the_size(numel, limit):
+    forward = tuple((unit,) for unit in range(len(numel)))
+    groups = merged_groups([ChunkUnits(forward, forward[::-1])], numel, limit)
+    assert sorted(unit for group in groups for unit in group) == list(range(len(numel)))
+    for group in groups:  # gradients come in the reverse order
+        assert sum(numel[unit] for unit in group[1:]) < limit
+        assert group[0] == 0 or sum(numel[unit] for unit in group) >= limit

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.optimizer.grad_scaler import (
-    DynamicGradScaler,
     GradScaler,
     GradScalerStateError,
     build_grad_scaler,
@@ -26,7 +25,7 @@ def run(scaler, history):
 
 def test_histories():
     def make():
-        return DynamicGradScaler(scale=64.0, min_scale=8.0, window=3, hysteresis=2)
+        return GradScaler(dynamic=True, scale=64.0, min_scale=8.0, window=3, hysteresis=2)
 
     assert run(make(), "...") == [64, 64, 128]
     assert run(make(), "x") == [64]  # the first one spends hysteresis
@@ -58,7 +57,7 @@ def naive(history, scale, floor, window, hysteresis):
 @given(st.text("..x", max_size=40), st.integers(1, 4), st.integers(1, 3))
 def test_agrees_with_the_naive_one_and_resumes_anywhere(history, window, hysteresis):
     def make():
-        return DynamicGradScaler(scale=2.0**10, min_scale=1.0, window=window, hysteresis=hysteresis)
+        return GradScaler(dynamic=True, scale=2.0**10, min_scale=1.0, window=window, hysteresis=hysteresis)
 
     expected = naive(history, 2.0**10, 1.0, window, hysteresis)
     assert run(make(), history) == expected
@@ -70,7 +69,7 @@ def test_agrees_with_the_naive_one_and_resumes_anywhere(history, window, hystere
 
 
 def test_at_minimum_says_that_skipping_would_not_help():
-    scaler = DynamicGradScaler(scale=4.0, min_scale=2.0, hysteresis=1)
+    scaler = GradScaler(dynamic=True, scale=4.0, min_scale=2.0, hysteresis=1)
     assert not scaler.at_minimum
     scaler.update(True)
     assert scaler.at_minimum
@@ -80,7 +79,7 @@ def test_at_minimum_says_that_skipping_would_not_help():
 def test_defaults_are_megatrons():
     scaler = build_grad_scaler(OptimizerConfig(lr=1.0, fp16=True))
     assert scaler.dynamic
-    assert scaler == DynamicGradScaler(2.0**32, 1.0, 1000, 2)
+    assert scaler == GradScaler(2.0**32, 1.0, 1000, 2, dynamic=True)
 
 
 def test_constant_scales():
@@ -94,7 +93,7 @@ def test_constant_scales():
 
 
 def test_dynamic_from_a_constant_checkpoint_starts_afresh_and_from_a_broken_one_refuses():
-    scaler = DynamicGradScaler()
+    scaler = GradScaler(2.0**32, dynamic=True)
     scaler.load_state(GradScaler(5.0).state())
     assert scaler.scale == 2.0**32
     with pytest.raises(GradScalerStateError, match=r"lacks \['budget'\]"):

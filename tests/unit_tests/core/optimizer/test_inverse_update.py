@@ -58,7 +58,7 @@ def test_adamw(num_steps, lr, weight_decay, betas, dtype):
 def test_sgd(num_steps, momentum, weight_decay, dtype):
     rates = {"lr": 1e-2, "weight_decay": weight_decay, "momentum": momentum}
     before, now, grad = after(lambda p: torch.optim.SGD(p, **rates), dtype, num_steps)
-    undo_sgd(now[0], now[1] if momentum else None, grad, num_steps=num_steps, **rates)
+    undo_sgd(now[0], tuple(now[1:]) if momentum else (), grad, num_steps=num_steps, **rates)
     if momentum and num_steps == 1:
         before = [before[0], torch.zeros(N)]
     check(now, before, dtype)
@@ -95,8 +95,8 @@ def test_blocks_make_no_difference(monkeypatch):
     for block in (1 << 18, 7):
         monkeypatch.setattr(inverse_update, "BLOCK", block)
         _, now, grad = after(lambda p: torch.optim.SGD(p, **rates), torch.float32, 3)
-        undo_sgd(now[0], now[1], grad, num_steps=3, **rates)
+        undo_sgd(now[0], (now[1],), grad, num_steps=3, **rates)
         results.append(now)
     assert all(map(torch.equal, *results))
     with pytest.raises(AssertionError, match="40"):
-        undo_sgd(now[0], now[1], grad[:1], num_steps=3, **rates)
+        undo_sgd(now[0], (now[1],), grad[:1], num_steps=3, **rates)

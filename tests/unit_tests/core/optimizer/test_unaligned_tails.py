@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.optimizer.flat_update import VECTOR, UnalignedTails, vector_of
+from megatron.core.optimizer.flat_update import VECTOR, FlatSlice, UnalignedTails, vector_of
 
 
 def test_ends_are_gathered_filled_up_and_put_back():
     weights = torch.arange(300.0)
     views = [weights[5:10], weights[100:163], weights[290:]]
     squares = torch.arange(78.0)
-    moments = {"m": [squares[:5], squares[5:68], squares[68:]]}
-    ends = UnalignedTails("decay", views, moments)
+    moments = [squares[:5], squares[5:68], squares[68:]]
+    pieces = [
+        FlatSlice(None, "decay", 0, 0, *both)
+        for both in zip(views, ({"m": one} for one in moments), strict=True)
+    ]
+    ends = UnalignedTails(pieces)
+    assert ends.group == "decay"
     assert ends.parameter.numel() == 0
     got = ends.gather([torch.full((view.numel(),), 2.0) for view in views])
     assert ends.parameter.numel() == got["m"].numel() == 2 * VECTOR
@@ -35,5 +40,5 @@ def test_ends_are_gathered_filled_up_and_put_back():
 def test_only_cpus_treat_ends_differently():
     assert vector_of(torch.device("cpu")) == VECTOR
     assert vector_of(torch.device("cuda")) == 1
-    with pytest.raises(AssertionError, match="no tails of group 'decay'"):
-        UnalignedTails("decay", [], {})
+    with pytest.raises(AssertionError, match="no tails of any group"):
+        UnalignedTails([])

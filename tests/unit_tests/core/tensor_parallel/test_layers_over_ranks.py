@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.init import fill
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     PositionEmbedding,
@@ -17,6 +16,7 @@ from megatron.core.tensor_parallel.layers import (
     local_ids,
 )
 from megatron.core.tensor_parallel.mappings import TensorParallel, sequence_slice
+from megatron.core.tensor_parallel.random import fill
 from megatron.core.tensor_parallel.sink_module import LayerFactory, even_bands
 from megatron.core.transformer.activations import GELU
 from megatron.core.weight_grad import WeightGradAccumulator

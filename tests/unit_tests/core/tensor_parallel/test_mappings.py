@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.core.tensor_parallel.linear import column_linear, row_linear
+from megatron.core.tensor_parallel.layers import column_linear, row_linear
 from megatron.core.tensor_parallel.mappings import (
     ALONE,
     SequenceShard,

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron.core.transformer.transformer_block import recompute_chunks
 from tests.harness.tiny_models import ROPE, backward_microbatch, tiny_batch, tiny_config, tiny_model
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -104,7 +103,7 @@ def test_frozen_embedding_still_trains_recomputed_layers():
 
 def test_chunks():
     def of(layers, **mode):
-        return recompute_chunks(tiny_config(recompute_granularity="full", **mode), layers)
+        return tiny_config(recompute_granularity="full", **mode).recompute_chunks(layers)
 
     assert of(5, recompute_method="uniform", recompute_num_layers=2) == [
         (0, 2, True),
@@ -117,7 +116,7 @@ def test_chunks():
         (2, 3, False),
     ]
     assert of(1, recompute_method="block", recompute_num_layers=4) == [(0, 1, True), (1, 1, False)]
-    assert recompute_chunks(tiny_config(), 3) == [(0, 3, False)]
+    assert tiny_config().recompute_chunks(3) == [(0, 3, False)]
 
 
 def test_a_frozen_model_below_a_trained_head_can_be_recomputed():

@@ -1,13 +1,50 @@
-"""What a rank holds over the time of a simulation: the walk over its row, on the simulation's clock."""
+"""What ranks compute and hold over the time of a simulation: what every drawing of one starts from."""
 
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
-from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import op_text, partner_of
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.timeline import execute
+
+Bar = tuple[float, float, int, str]  # start, end, place in the row, text
+Moments = list[tuple[float, Held]]  # from each of these times on
+
+
+def summary(simulation: Simulation, *, held: bool = True) -> str:
+    """One line of figures. held: with what is held, which a measured step does not know."""
+    plan = simulation.plan
+    most = activation_text(simulation, max(simulation.peak_activation))
+    return (
+        f"{plan.schedule}: {plan.placement.num_ranks} stages x {plan.placement.num_chunks} chunks, "
+        f"{plan.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
+        f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%})"
+        + (f", peak activation {most}" if held else "")
+    )
+
+
+def bars(simulation: Simulation, rank: int) -> list[Bar]:
+    """A rank's computations in order; overlapped ones that were timed as one share the time in parts."""
+    row = simulation.plan.rows[rank]
+    starts, ends = simulation.timeline.starts[rank], simulation.timeline.ends[rank]
+    durations = simulation.costs.durations()
+    made: list[Bar] = []
+    first, second = -1, -1  # places of an overlapped pair
+    for place, op in enumerate(row):
+        if not IS_COMPUTE[op[0]]:
+            continue
+        start, end = starts[place], ends[place]
+        if op[7] >= 0 and place != second:
+            first, second = place, partner_of(row, place)
+        other = {first: second, second: first}.get(place, -1)
+        if other >= 0 and (starts[other], ends[other]) == (start, end):
+            own = min(durations[op[0]][op[1]], end - start)
+            start, end = (start, start + own) if place == first else (end - own, end)
+        made.append((start, end, place, op_text(op)))
+    return made
 
 
 def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:
@@ -28,34 +65,36 @@ def activation_text(simulation: Simulation, size: float) -> str:
     return size_text(size, "bytes" if counts_bytes(simulation) else "")
 
 
-def held_over_time(simulation: Simulation, rank: int) -> list[tuple[float, Held]]:
-    """From each of these times on, what the rank holds beside its states at rest. A plan without gathers and reductions
-    has activations alone, one with them has activations where all is counted in bytes, else none."""
+def held_over_time(simulation: Simulation) -> list[Moments]:
+    """By rank what it holds beside its states at rest. A plan without gathers and reductions has activations alone, one
+    with them has activations where all is counted in bytes, else none."""
+    if not simulation.timeline.lanes:
+        return [activations_over_time(simulation, rank) for rank in range(len(simulation.plan.rows))]
+    plan, costs, found = simulation.plan, simulation.costs, []
+    lanes = execute(plan, costs, simulation.timeline.lanes[0].lanes, accesses=True).lanes
+    counted = costs if counts_bytes(simulation) else None
+    for rank, (row, lane) in enumerate(zip(plan.rows, lanes, strict=True)):
+        asked, forward_only = lane.lanes.residency, plan.forward_only
+        walk = walk_row(row, lane.units, asked, counted, forward_only=forward_only, boundaries=True)
+        *held, last = walk.boundaries
+        known = [
+            (lane.moments[one.place, one.access if IS_COMPUTE[row[one.place][0]] else -1], one)
+            for one in held
+        ]
+        clock = max([simulation.timeline.end(rank), *(at for at, _ in known[-1:])])
+        found.append([*known, (clock, last)])
+    return found
+
+
+def activations_over_time(simulation: Simulation, rank: int) -> Moments:
+    """What a rank's computations hold: at their beginnings and behind them."""
     plan, costs, timeline = simulation.plan, simulation.costs, simulation.timeline
-    row, starts = plan.rows[rank], timeline.starts[rank]
-    clock = 0.0
-    if not timeline.lanes:
-        found, durations = [], costs.durations()
-        for place, during, after in activations(row, costs, forward_only=plan.forward_only):
-            op, clock = row[place], max(clock, starts[place])
-            found.append((clock, Held(place, 0, 0, 0, 0, during)))
-            end = timeline.ends[rank][place]
-            # Of an overlapped pair both end where the second does.
-            clock = min(end, clock + durations[op[0]][op[1]]) if op[7] >= 0 else end
-            found.append((clock, Held(place, -1, 0, 0, 0, after)))
-        return found
-    lane = timeline.lanes[rank]
-    again = LaneClock(lane.units, lane.lanes, lane.durations, clock)
-    moments = again.moments = {}
-    for place, op in enumerate(row):
-        if IS_DATA_PARALLEL[op[0]]:
-            clock = again.issue(place, op, clock)
-            continue
-        clock = max(clock, starts[place])
-        if IS_COMPUTE[op[0]]:
-            clock = moments[place, -1] = again.compute(place, op, clock)
-    counted, asked = costs if counts_bytes(simulation) else None, lane.lanes.residency
-    walk = walk_row(row, lane.units, asked, counted, forward_only=plan.forward_only, boundaries=True)
-    *held, last = walk.boundaries
-    known = [(moments[one.place, one.access if IS_COMPUTE[row[one.place][0]] else -1], one) for one in held]
-    return [*known, (max(clock, lane.free), last)]
+    row, durations, found, clock = plan.rows[rank], costs.durations(), [], 0.0
+    for place, during, after in activations(row, costs, forward_only=plan.forward_only):
+        op, clock = row[place], max(clock, timeline.starts[rank][place])
+        found.append((clock, Held(place, 0, 0, 0, 0, during)))
+        end = timeline.ends[rank][place]
+        # Of an overlapped pair both end where the second does.
+        clock = min(end, clock + durations[op[0]][op[1]]) if op[7] >= 0 else end
+        found.append((clock, Held(place, -1, 0, 0, 0, after)))
+    return found

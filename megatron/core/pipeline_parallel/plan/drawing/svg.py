@@ -1,19 +1,20 @@
-"""Simulated plans as SVG: lanes with a tooltip a computation, or a small picture whose boxes of one colour are one
-path; below a rank's computations its gathers and reductions, and what it holds over time."""
+"""Simulated plans as SVG: a lane a rank, a box a computation; below a rank's computations its gathers and reductions,
+and what it holds over time."""
 
 from __future__ import annotations
 
 import html
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.drawing.grid import bars, summary
 from megatron.core.pipeline_parallel.plan.drawing.held_over_time import (
+    bars,
     counts_bytes,
     held_over_time,
     limits_in_bytes,
+    summary,
 )
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Kind
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel.plan.sizes import size_text
 
 COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
 MOST_BOXES = 6000  # that are drawn with a tooltip each
-_LETTER = 5.5  # pixels of a digit of a picture
+_LETTER = 5.5  # pixels of a digit
 _LANE_HEIGHT, _MEMORY_HEIGHT, _GAP = 10, 60, 14
 _WIRE = {
     UNSHARD: ("gather", "#e08a3c"),
@@ -67,11 +68,11 @@ class Strips:
         self.unit = "bytes" if counts_bytes(simulation) else unit
         self.rows = simulation.plan.rows
         self._held: list[list[tuple[float, list[float]]]] = []  # by rank: time, sums of kinds from below
-        for rank in range(len(self.rows)):
+        for rank, held in enumerate(held_over_time(simulation)):
             of_units = self.lanes[rank].units.shard_bytes if self.lanes else 0.0
             rest = float(of_units if at_rest is None else at_rest[rank])
             moments = [(0.0, [rest] * len(_MEMORY))]
-            for at, one in held_over_time(simulation, rank):
+            for at, one in held:
                 kinds = (rest, one.activation, one.gathered, one.gradients, one.under_way)
                 moments.append((at, [*itertools.accumulate(kinds)]))
             self._held.append(moments)
@@ -79,18 +80,13 @@ class Strips:
         self.most = max(*self.peaks, *(self.limits or (0.0,))) or 1.0
         self.height = (_LANE_HEIGHT if self.lanes else 0) + _MEMORY_HEIGHT + _GAP
 
-    def legend(self, x: float, y: float) -> list[str]:
-        """Of what is drawn, one line from x on, 10 pixels high."""
-        kinds = {op[0] for row in self.rows for op in row}
-        found = [one for kind, one in _WIRE.items() if self.lanes and kind in kinds]
+    @property
+    def kinds(self) -> list[tuple[str, str]]:
+        """(name, colour) of what is drawn."""
+        issued = {op[0] for row in self.rows for op in row} if self.lanes else ()
         every = [[0.0, *sums] for held in self._held for _, sums in held]
-        found += [one for at, one in enumerate(_MEMORY) if any(sums[at + 1] > sums[at] for sums in every)]
-        parts = []
-        for name, colour in found:
-            parts.append(f'<path fill="{colour}" d="M{x:.0f} {y:g}h10v10h-10z"/>')
-            parts.append(f'<text x="{x + 13:.0f}" y="{y + 8.5:g}">{name}</text>')
-            x += 26 + 5.3 * len(name)
-        return parts
+        held = (one for at, one in enumerate(_MEMORY) if any(sums[at + 1] > sums[at] for sums in every))
+        return [*(one for kind, one in _WIRE.items() if kind in issued), *held]
 
     def draw(self, rank: int, x: float, y: float, scale: float) -> list[str]:
         """x: of time 0, scale: pixels in a unit of time."""
@@ -152,21 +148,30 @@ class Strips:
 
 def to_svg(simulation: Simulation) -> str:
     """A self-contained picture: a lane a rank, a box a computation, its text and times as tooltip."""
-    lanes = [Lane(str(rank), simulation, rank) for rank in range(len(simulation.plan.rows))]
-    return lanes_svg([summary(simulation)], lanes)
+    return lanes_svg([summary(simulation)], lanes_of(simulation))
+
+
+def to_picture(
+    simulation: Simulation, *, span: float | None = None, width: int = 760, strips: Strips | None = None
+) -> str:
+    """A lane a rank, a box a computation with its microbatch's number where there is room; first chunks are dark. A few
+    kilobytes, for documents. For the rest see `lanes_svg`."""
+    said = f"{simulation.plan.schedule}, bubble {simulation.bubble_rate:.1%}"
+    return lanes_svg([said], lanes_of(simulation), span=span, width=width, strips=strips, small=True)
 
 
 def beside_svg(
     planned: Simulation, measured: Simulation, *, span: float | None = None, strips: Strips | None = None
 ) -> str:
     """Two lanes a rank on one axis, planned above measured. strips: of the planned one, drawn below it."""
-    lanes = [
-        Lane(f"{rank} {name}", simulation, rank)
-        for rank in range(len(planned.plan.rows))
-        for name, simulation in (("planned", planned), ("measured", measured))
-    ]
+    both = zip(lanes_of(planned, " planned"), lanes_of(measured, " measured"), strict=True)
     titles = [f"planned {summary(planned)}", f"measured {summary(measured, held=False)}"]
-    return lanes_svg(titles, lanes, span=span, strips=strips)
+    return lanes_svg(titles, [*itertools.chain(*both)], span=span, strips=strips)
+
+
+def lanes_of(simulation: Simulation, suffix: str = "") -> list[Lane]:
+    """Every rank's."""
+    return [Lane(f"{rank}{suffix}", simulation, rank) for rank in range(len(simulation.plan.rows))]
 
 
 def lanes_svg(
@@ -175,117 +180,79 @@ def lanes_svg(
     *,
     span: float | None = None,
     width: int = 1200,
-    row_height: int = 22,
     strips: Strips | None = None,
+    small: bool = False,
 ) -> str:
     """Lanes under one another on one axis of time, with lines of text and the colours of kinds above them.
 
     span: the time at the right end, for several pictures on one axis; by default the longest makespan. strips: what is
-    drawn below each lane of their simulation.
+    drawn below each lane of their simulation. small: boxes of one colour are one path, without tooltips, and the one
+    title stands beside the colours.
     """
-    left = max(20 + 5 * max(len(lane.label) for lane in lanes), strips.left if strips else 0)
-    top = 30 + 16 * len(titles)
-    room = width - left - (strips.right if strips else 10)
-    scale = room / (span or max(lane.simulation.makespan for lane in lanes) or 1.0)
-    below = [strips if strips and lane.simulation is strips.simulation else None for lane in lanes]
-    height = top + row_height * len(lanes) + sum(one.height for one in below if one) + 10
-    parts = _begin(width, height, font_size=10)
-    for line, title in enumerate(titles):
-        parts.append(f'<text x="{left}" y="{16 + 16 * line}" font-size="13">{html.escape(title)}</text>')
-    for place, colour in enumerate(COLOURS):
-        x = left + 60 * place
-        parts.append(f'<rect x="{x}" y="{top - 22}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 16}" y="{top - 12}">{Kind(place).name}</text>')
+    left, right = (18, 4) if small else (20 + 5 * max(len(lane.label) for lane in lanes), 10)
+    top, height = (20, 16) if small else (30 + 16 * len(titles), 20)
     if strips:
-        parts += strips.legend(left + 60 * len(COLOURS), top - 21)
-    y = top
-    for lane, own in zip(lanes, below, strict=True):
-        parts += _draw_lane(lane, left, y, scale, row_height)
-        y += row_height
-        if own:
-            parts += own.draw(lane.rank, left, y, scale)
-            y += own.height
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        left, right = max(left, strips.left), strips.right
+    scale = (width - left - right) / (span or max(lane.simulation.makespan for lane in lanes) or 1.0)
+    paths: dict[tuple[str, str], str] = defaultdict(str)  # of a small picture: (colour, shade) -> boxes
+    boxes, texts, below, y = [], [], [], top
+    for lane in lanes:
+        text_y = y + 0.5 * height + 3.5
+        if small:
+            paths["#e6e6e6", ""] += f"M{left} {y}h{lane.simulation.makespan * scale:.1f}v{height}H{left}z"
+        else:
+            long = lane.simulation.makespan * scale
+            boxes.append(f'<rect x="{left}" y="{y}" width="{long:.2f}" height="{height}" fill="#eee"/>')
+        texts.append(f'<text x="4" y="{text_y:g}">{html.escape(lane.label)}</text>')
+        for start, end, place, label in bars(lane.simulation, lane.rank):
+            kind, stage, microbatch = lane.simulation.plan.rows[lane.rank][place][:3]
+            x, long, shade = left + start * scale, (end - start) * scale, _shade(lane.simulation, stage)
+            if small:
+                wide, label = max(long - 0.6, 0.2), str(microbatch)
+                paths[COLOURS[kind], shade] += f"M{x:.1f} {y}h{wide:.1f}v{height}h-{wide:.1f}z"
+            else:
+                boxes.append(
+                    f'<g><title>{label}: {start:g} to {end:g}</title><rect x="{x:.2f}" y="{y}" width="{long:.2f}" '
+                    f'height="{height}" fill="{COLOURS[kind]}"{shade} stroke="white" stroke-width="0.5"/></g>'
+                )
+            if long > _LETTER * len(label) + 1:
+                texts.append(f'<text x="{x + 1.5:.1f}" y="{text_y:g}" pointer-events="none">{label}</text>')
+        y += height + 2
+        if strips and lane.simulation is strips.simulation:
+            below += strips.draw(lane.rank, left, y, scale)
+            y += strips.height
+    boxes += [f'<path fill="{colour}"{shade} d="{path}"/>' for (colour, shade), path in paths.items()]
+    drawn = {op[0] for lane in lanes for op in lane.simulation.plan.rows[lane.rank]}
+    kinds = [(Kind(kind).name, colour) for kind, colour in enumerate(COLOURS) if kind in drawn]
+    head = _key([*kinds, *(strips.kinds if strips else ())], left, 4 if small else top - 21)
+    for line, title in enumerate(titles):
+        where = f'x="{width - 4}" y="12.5" text-anchor="end"'
+        where = where if small else f'x="{left}" y="{16 + 16 * line}" font-size="13"'
+        head.append(f"<text {where}>{html.escape(title)}</text>")
+    return _svg(width, y if small else y + 10, 9 if small else 10, [*boxes, *texts, *head, *below])
 
 
-def to_picture(
-    simulation: Simulation, *, span: float | None = None, width: int = 760, strips: Strips | None = None
-) -> str:
-    """A lane a rank, a box a computation with its microbatch's number where there is room; first chunks are dark. A few
-    kilobytes, for documents.
-
-    span: the time at the right end, for several pictures on one axis; by default the makespan. strips: what is drawn
-    below each lane, where they are of this simulation.
-    """
-    rows, top, box_height = simulation.plan.rows, 20, 16
-    left, right = (strips.left, strips.right) if strips else (18, 4)
-    scale = (width - left - right) / (span or simulation.makespan or 1.0)
-    below = strips if strips and strips.simulation is simulation else None
-    step = box_height + 2 + (below.height if below else 0)
-    boxes: dict[tuple[str, str], list[str]] = defaultdict(list)  # colour, shade -> parts of a path
-    numbers: list[str] = []
-    ground = ""
-    for rank, row in enumerate(rows):
-        y = top + rank * step
-        text_y = y + box_height * 0.5 + 3.5
-        numbers.append(f'<text x="4" y="{text_y:g}">{rank}</text>')
-        ground += f"M{left} {y}h{simulation.makespan * scale:.1f}v{box_height}H{left}z"
-        for start, end, place, _ in bars(simulation, rank):
-            kind, stage, microbatch = row[place][:3]
-            x, box = left + start * scale, (end - start) * scale
-            wide = max(box - 0.6, 0.2)
-            shade = f"{_shade(simulation, stage):.2g}"
-            boxes[COLOURS[kind], shade].append(f"M{x:.1f} {y}h{wide:.1f}v{box_height}h-{wide:.1f}z")
-            if box > _LETTER * len(str(microbatch)) + 1:
-                numbers.append(f'<text x="{x + 1.5:.1f}" y="{text_y:g}">{microbatch}</text>')
-    parts = [*_begin(width, top + len(rows) * step, font_size=9), f'<path fill="#e6e6e6" d="{ground}"/>']
-    for (colour, shade), paths in sorted(boxes.items()):
-        parts.append(f'<path fill="{colour}" fill-opacity="{shade}" d="{"".join(paths)}"/>')
-    parts += numbers
-    drawn = [kind for kind, colour in enumerate(COLOURS) if any(colour == one for one, _ in boxes)]
-    for place, kind in enumerate(drawn):
-        x = left + 44 * place
-        parts.append(f'<path fill="{COLOURS[kind]}" d="M{x} 4h10v10h-10z"/>')
-        parts.append(f'<text x="{x + 13}" y="12.5">{Kind(kind).name}</text>')
-    if below:
-        parts += below.legend(left + 44 * len(drawn), 4)
-        for rank in range(len(rows)):
-            parts += below.draw(rank, left, top + rank * step + box_height + 2, scale)
-    said = f"{simulation.plan.schedule}, bubble {simulation.bubble_rate:.1%}"
-    parts.append(f'<text x="{width - 4}" y="12.5" text-anchor="end">{said}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def _svg(width: int, height: int, font_size: int, parts: Sequence[str]) -> str:
+    begin = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="{font_size}">'
+    )
+    return (
+        "\n".join([begin, f'<rect width="{width}" height="{height}" fill="white"/>', *parts, "</svg>"]) + "\n"
+    )
 
 
-def _begin(width: int, height: int, font_size: int) -> list[str]:
-    return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="{font_size}">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+def _key(kinds: Iterable[tuple[str, str]], x: float, y: float) -> list[str]:
+    """One line from x on: what has which colour."""
+    parts = []
+    for name, colour in kinds:
+        parts.append(f'<path fill="{colour}" d="M{x:.0f} {y:g}h10v10h-10z"/>')
+        parts.append(f'<text x="{x + 13:.0f}" y="{y + 8.5:g}">{name}</text>')
+        x += 26 + 5.3 * len(name)
+    return parts
 
 
-def _shade(simulation: Simulation, stage: int) -> float:
+def _shade(simulation: Simulation, stage: int) -> str:
     """How dark a computation is drawn: later chunks are lighter."""
     placement = simulation.plan.placement
-    return 1 - 0.5 * placement.chunk_of(stage) / placement.num_chunks
-
-
-def _draw_lane(lane: Lane, left: int, y: int, scale: float, row_height: int) -> list[str]:
-    simulation, text_y = lane.simulation, y + row_height * 0.65
-    height, span = row_height - 2, simulation.makespan * scale
-    parts = [
-        f'<text x="4" y="{text_y:.1f}">{html.escape(lane.label)}</text>',
-        f'<rect x="{left}" y="{y}" width="{span:.2f}" height="{height}" fill="#eee"/>',
-    ]
-    for start, end, place, label in bars(simulation, lane.rank):
-        kind, stage = simulation.plan.rows[lane.rank][place][:2]
-        at, box = left + start * scale, (end - start) * scale
-        parts.append(
-            f'<g><title>{label}: {start:g} to {end:g}</title><rect x="{at:.2f}" y="{y}" width="{box:.2f}" '
-            f'height="{height}" fill="{COLOURS[kind]}" fill-opacity="{_shade(simulation, stage):.2f}" stroke="white" '
-            f'stroke-width="0.5"/>'
-        )
-        if box > 6 * len(label):
-            parts.append(f'<text x="{at + 2:.2f}" y="{text_y:.1f}">{label}</text>')
-        parts.append("</g>")
-    return parts
+    return f' fill-opacity="{1 - 0.5 * placement.chunk_of(stage) / placement.num_chunks:.2g}"'

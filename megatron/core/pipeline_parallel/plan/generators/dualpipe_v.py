@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, PlanError, RawOp, W, compute
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -28,66 +31,51 @@ def dualpipe_v(request: Request) -> Plan:
 
 def _row(rank: int, placement: Placement, total: int) -> tuple[RawOp, ...]:
     """The steps: fill the first chunk, both chunks, drain the second while it fills; pairs; then the same backwards."""
-    row = _Row(placement.stage_of(rank, 0), placement.stage_of(rank, 1))
+    stages, ops = placement.stages_of(rank), list[RawOp]()
     below, place = placement.num_ranks - 1 - rank, rank + 1
+    microbatches = [[itertools.count() for _ in stages] for _ in ("forward", "backward")]
+    pairs, waiting = itertools.count(), deque[RawOp]()  # B's whose weight gradients wait, oldest first
+
+    def add(kind: int, chunk: int) -> None:  # the chunk's next F, B or BW
+        ops.append(compute(kind, stages[chunk], next(microbatches[kind != F][chunk])))
+        waiting.extend(ops[-1:] if kind == B else ())
+
+    def add_w() -> None:
+        ops.append(compute(W, *waiting.popleft()[1:3]))
+
+    def overlap(forward: int, backward: int) -> None:  # an F of one chunk beside a BW of the other
+        add(F, forward)
+        add(BW, backward)
+        pair = next(pairs)
+        ops[-2:] = [(*op[:7], pair) for op in ops[-2:]]
+
     for _ in range(2 * below):
-        row.add(F, 0)
+        add(F, 0)
     for _ in range(place):
-        row.add(F, 0)
-        row.add(F, 1)
+        add(F, 0)
+        add(F, 1)
     for _ in range(below):
-        row.add(B, 1)
-        row.weight_gradient()
-        row.add(F, 1)
+        add(B, 1)
+        add_w()
+        add(F, 1)
     for turn in range(total - 2 * placement.num_ranks + place):
         if turn == 0 and below == 0:
             # Its output is the input that the rank itself and the one before wait for: beside a backward it is late.
-            row.add(F, 0)
-            row.add(BW, 1)
+            add(F, 0)
+            add(BW, 1)
         else:
-            row.overlap(0, 1)
-        row.overlap(1, 0)
+            overlap(0, 1)
+        overlap(1, 0)
     for _ in range(below):
-        row.add(BW, 1)
-        row.overlap(1, 0)
+        add(BW, 1)
+        overlap(1, 0)
     for backward in range(2 * place):
         # The latter half is split, so that the first ranks need not wait for weight gradients of the others.
-        row.add(BW if backward < place else B, 1 - backward % 2)
+        add(BW if backward < place else B, 1 - backward % 2)
     for _ in range(below):
-        row.weight_gradient()
-        row.add(B, 0)
+        add_w()
+        add(B, 0)
     for _ in range(place):
-        row.weight_gradient()
-    assert not row.waiting, row.waiting
-    return tuple(row.ops)
-
-
-class _Row:
-    """A row as it grows: next microbatch of each chunk's F and B, and weight gradients that wait, oldest first."""
-
-    def __init__(self, first_stage: int, second_stage: int) -> None:
-        self.stages = (first_stage, second_stage)
-        self.ops: list[RawOp] = []
-        self.forwards, self.backwards = [0, 0], [0, 0]
-        self.waiting: list[tuple[int, int]] = []
-        self.pairs = 0
-
-    def add(self, kind: int, chunk: int) -> None:
-        """The chunk's next F, B or BW."""
-        counts = self.forwards if kind == F else self.backwards
-        stage, microbatch = self.stages[chunk], counts[chunk]
-        self.ops.append(compute(kind, stage, microbatch))
-        counts[chunk] += 1
-        if kind == B:
-            self.waiting.append((stage, microbatch))
-
-    def weight_gradient(self) -> None:
-        """The W that waits longest."""
-        self.ops.append(compute(W, *self.waiting.pop(0)))
-
-    def overlap(self, forward: int, backward: int) -> None:
-        """An F of one chunk beside a BW of the other."""
-        self.add(F, forward)
-        self.add(BW, backward)
-        self.ops[-2:] = [(*op[:7], self.pairs) for op in self.ops[-2:]]
-        self.pairs += 1
+        add_w()
+    assert not waiting, waiting
+    return tuple(ops)

@@ -11,23 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
 from megatron.core.pipeline_parallel.plan.held.row_uses import WholeGradients
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Use
-from megatron.core.pipeline_parallel.plan.ir import (
-    REDUCE,
-    RESHARD,
-    UNSHARD,
-    Kind,
-    RawOp,
-    Row,
-    op_text,
-    wrong_op,
-)
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.transport.traffic import NOTHING, Moved
+
+Placed = tuple[int, ir.RawOp]  # an operation and its place in the row
 
 
 class Held(NamedTuple):
@@ -63,25 +56,8 @@ class Moves:
     outer_gathers: Moved = NOTHING
 
 
-@dataclass(frozen=True)
-class RowWalk:
-    """What a rank moves and holds in a row.
-
-    peak: the boundary with the largest total. most: the most of each kind, whenever. most_transient: the most of
-    weights and gradients together. groups: by number of the unit, for each REDUCE how many microbatches of each stage
-    it summed up. boundaries: all of them, where they were asked for.
-    """
-
-    moves: Moves
-    peak: Held
-    most: Held
-    most_transient: int
-    groups: tuple[tuple[dict[int, int], ...], ...]
-    boundaries: tuple[Held, ...]
-
-
 def walk_row(
-    row: Row,
+    row: ir.Row,
     units: RankUnits,
     residency: Residency,
     costs: CostModel | None = None,
@@ -95,39 +71,9 @@ def walk_row(
     freed in use or left gathered (V2), where a reduction has nothing to sum, comes too early or is missing (V3), and
     where sums over instances do not follow each unit's last reduction, once (V11).
     """
-    held = activations(row, costs, forward_only=forward_only) if costs is not None else iter(())
-    walk = _ResidencyWalk(row, units, residency, forward_only=forward_only, boundaries=boundaries)
-    for place, op, inside in with_their_computations(units.rank, row):
-        if IS_COMPUTE[op[0]]:
-            _, during, after = next(held, (place, 0.0, 0.0))
-            walk.compute(place, op, inside, during, after)
-        elif IS_DATA_PARALLEL[op[0]]:
-            walk.lane(place, op, -1)
-        elif op[0] == Kind.STEP or (op[0] == Kind.SEND_STATE and op[6] > units.rank):
-            walk.all_through(place)
-    walk.all_through(len(row) - 1)
-    walk.note(len(row) - 1, -1)
-    groups = tuple(map(tuple, walk.groups))
-    return RowWalk(
-        walk.moves, walk.peak, walk.most, walk.most_transient, groups, tuple(walk.boundaries or ())
-    )
-
-
-def with_their_computations(rank: int, row: Row) -> Iterator[tuple[int, RawOp, list[tuple[int, RawOp]]]]:
-    """(place, operation, operations within it) of a row: those of data parallelism that belong to accesses of the next
-    computation come with it. Raises PlanError where there is none, and where they are out of order."""
-    inside: list[tuple[int, RawOp]] = []
-    for place, op in enumerate(row):
-        if IS_DATA_PARALLEL[op[0]] and (op[3] or inside):
-            if inside and op[3] < inside[-1][1][3]:
-                raise wrong_op(rank, place, op, "stands behind one of a later moment")
-            inside.append((place, op))
-            continue
-        yield place, op, inside
-        if IS_COMPUTE[op[0]]:
-            inside = []
-    if inside:
-        raise wrong_op(rank, *inside[0], "no computation follows whose accesses it could wait for")
+    walk = RowWalk(row, units, residency, forward_only=forward_only, every=boundaries)
+    walk.run(costs)
+    return walk
 
 
 def grouping_of(
@@ -144,71 +90,115 @@ def grouping_of(
     )
 
 
-class _ResidencyWalk:
-    """The state of a walk, and what is noted of it."""
+class RowWalk:
+    """What a rank moves and holds in a row, once it was walked.
+
+    peak: the boundary with the largest total. most: the most of each kind, whenever. most_transient: the most of
+    weights and gradients together. boundaries: all of them, where `every` one is asked for. `groups` see below.
+    Methods of single units say what is wrong, or nothing.
+    """
 
     def __init__(
-        self, row: Row, units: RankUnits, residency: Residency, *, forward_only: bool, boundaries: bool
+        self,
+        row: ir.Row,
+        units: RankUnits,
+        residency: Residency,
+        *,
+        forward_only: bool = False,
+        every: bool = False,
     ) -> None:
-        self.row, self.units, self.residency = row, units, residency
-        self.moves, self.gathered, self.gradients = Moves(), 0, WholeGradients(units)
-        count = len(units)
-        self.groups: list[list[dict[int, int]]] = [[] for _ in range(count)]
+        self.row, self.units, self.residency, self.forward_only = row, units, residency, forward_only
+        self.moves, self.boundaries, self.most_transient = Moves(), list[Held](), 0
+        self.peak = self.most = Held(-1, -1, 0, 0, 0, 0.0)
+        self._every, self._peak_total = every, 0.0
+        self._activation, self._gathered, self._gradients = 0.0, 0, WholeGradients(units)
+        self._groups: list[list[dict[int, int]]] = [[] for _ in range(len(units))]
         self._weights_sharded, self._grads_sharded = residency.weights_sharded, residency.grads_sharded
         self._gathers = residency.weights_sharded or (residency.gathers_once and not forward_only)
-        self._readable = [not self._gathers] * count
-        self._gathered_before = [False] * count
-        self._outer_summed = [False] * count
-        self._open: set[int] = set()  # units that the computation under way still contributes to
-        self._fresh: list[dict[int, int]] = [{} for _ in range(count)]  # stage -> microbatches to be summed
+        self._readable = set() if self._gathers else set(range(len(units)))
+        self._gathered_before = set[int]()
+        self._outer_summed = set[int]()
+        self._open = set[int]()  # units that the computation under way still contributes to
+        self._fresh: list[dict[int, int]] = [
+            {} for _ in range(len(units))
+        ]  # stage -> microbatches to be summed
         self._in_use: tuple[int, ...] = ()
-        self.activation = 0.0
-        self.most_transient = 0
-        self.peak = self.most = Held(-1, -1, 0, 0, 0, 0.0)
-        self._peak_total = 0.0
-        self.boundaries: list[Held] | None = [] if boundaries else None
+        own = (self._unshard, self._reshard, self._reduce, self._outer_sum)
+        self._does = dict(zip((ir.UNSHARD, ir.RESHARD, ir.REDUCE, ir.HSDP_ALL_REDUCE), own, strict=True))
 
-    def compute(
-        self, place: int, op: RawOp, inside: list[tuple[int, RawOp]], during: float, after: float
-    ) -> None:
+    @property
+    def groups(self) -> tuple[tuple[dict[int, int], ...], ...]:
+        """By number of the unit, for each REDUCE how many microbatches of each stage it summed up."""
+        return tuple(map(tuple, self._groups))
+
+    def run(self, costs: CostModel | None = None) -> None:
+        """Walk the row. costs: of activations."""
+        forward_only, last = self.forward_only, len(self.row) - 1
+        held = iter(()) if costs is None else activations(self.row, costs, forward_only=forward_only)
+        for place, op, inside in self._with_what_is_inside():
+            if IS_COMPUTE[op[0]]:
+                _, during, after = next(held, (place, 0.0, 0.0))
+                self._compute(place, op, inside, during, after)
+            elif IS_DATA_PARALLEL[op[0]]:
+                self._lane(place, op, -1)
+            elif op[0] == ir.Kind.STEP or (op[0] == ir.Kind.SEND_STATE and op[6] > self.units.rank):
+                self._all_through(place)
+        self._all_through(last)
+        self._note(last, -1)
+
+    def _with_what_is_inside(self) -> Iterator[tuple[int, ir.RawOp, list[Placed]]]:
+        """(place, operation, operations within it): those of data parallelism that belong to accesses of the next
+        computation come with it."""
+        inside: list[Placed] = []
+        for place, op in enumerate(self.row):
+            if IS_DATA_PARALLEL[op[0]] and (op[3] or inside):
+                if inside and op[3] < inside[-1][1][3]:
+                    raise self._wrong(place, "stands behind one of a later moment")
+                inside.append((place, op))
+                continue
+            yield place, op, inside
+            if IS_COMPUTE[op[0]]:
+                inside = []
+        if inside:
+            raise self._wrong(inside[0][0], "no computation follows whose accesses it could wait for")
+
+    def _compute(self, place: int, op: ir.RawOp, inside: list[Placed], during: float, after: float) -> None:
         """A computation with the operations that belong to its accesses. during, after: activations."""
-        uses, every = self.units.uses(op), self.boundaries is not None
-        self.activation = during
+        uses = self.units.uses(op)
+        self._activation = during
         at, end = 0, len(inside)
         for access, use in enumerate(uses):
             self._in_use = use.reads
             while at < end and inside[at][1][3] <= access + 1:
-                self.lane(*inside[at], access)
+                self._lane(*inside[at], access)
                 at += 1
-            wrong = self._begin(use, op[1])
-            if wrong:
-                raise wrong_op(self.units.rank, place, op, wrong)
-            if every or not access or use.begins or use.completes:  # else nothing more is held
-                self.note(place, access)
+            if wrong := self._begin(use, op[1]):
+                raise self._wrong(place, wrong)
+            if self._every or not access or use.begins or use.completes:  # else nothing more is held
+                self._note(place, access)
             if access + 1 < len(uses):
                 self._complete(use, op[1])
         if at < end:
-            what = f"{op_text(op)} has only {len(uses)} accesses"
-            raise wrong_op(self.units.rank, *inside[at], what)
+            raise self._wrong(inside[at][0], f"{ir.op_text(op)} has only {len(uses)} accesses")
         self._complete(uses[-1], op[1])
-        self._in_use, self.activation = (), after
-        if every:
-            self.note(place, -1)
+        self._in_use, self._activation = (), after
+        if self._every:
+            self._note(place, -1)
 
     def _begin(self, use: Use, stage: int) -> str:
-        """An access: its weights are read, its gradients get memory. What is wrong with it, or nothing."""
+        """An access: its weights are read, its gradients get memory."""
         for unit in use.reads:
-            if not self._readable[unit]:
+            if unit not in self._readable:
                 return f"needs the weights of {self._name(unit)}, which are not gathered"
         for unit in use.begins:
-            if self._outer_summed[unit] or (self.groups[unit] and not self._grads_sharded):
+            if unit in self._outer_summed or (self._groups[unit] and not self._grads_sharded):
                 return f"adds to the gradients of {self._name(unit)} after their last sum"
             self._open.add(unit)
             if self._grads_sharded:
-                self.gradients.begin(unit)
+                self._gradients.begin(unit)
         if self._grads_sharded and self.units.extra_bytes:
             for unit in use.completes:
-                self.gradients.complete(unit, stage)
+                self._gradients.complete(unit, stage)
         return ""
 
     def _complete(self, use: Use, stage: int) -> None:
@@ -216,97 +206,98 @@ class _ResidencyWalk:
             self._open.discard(unit)
             self._fresh[unit][stage] = self._fresh[unit].get(stage, 0) + 1
 
-    def lane(self, place: int, op: RawOp, access: int) -> None:
+    def _lane(self, place: int, op: ir.RawOp, access: int) -> None:
         """One operation of data parallelism, on each of its units."""
-        numbers = self.units.of.get(op[1], ())
-        first, end = (op[4], op[5]) if op[4] >= 0 else (0, len(numbers))
-        if end > len(numbers):
-            raise wrong_op(self.units.rank, place, op, f"stage {op[1]} has {len(numbers)} units on this rank")
-        does = {UNSHARD: self._unshard, RESHARD: self._reshard, REDUCE: self._reduce}.get(
-            op[0], self._outer_sum
-        )
-        for unit in numbers[first:end]:
-            wrong = does(unit)
-            if wrong:
-                raise wrong_op(self.units.rank, place, op, f"{self._name(unit)} {wrong}")
-        self.note(place, access)
+        numbers = self.units.of.get(op[1])
+        if numbers is None:
+            raise self._wrong(place, "the stage is not on this rank")
+        if op[5] > len(numbers) or op[2] >= 0 or op[6] >= 0 or op[7] >= 0:
+            alone = f"stage {op[1]} has {len(numbers)} units on this rank, and these alone are named here"
+            raise self._wrong(place, alone)
+        does = self._does[op[0]]
+        for unit in numbers if op[4] < 0 else numbers[op[4] : op[5]]:
+            if wrong := does(unit):
+                raise self._wrong(place, wrong)
+        self._note(place, access)
 
     def _unshard(self, unit: int) -> str:
-        if not self._gathers:
-            return "is whole at rest"
-        if self._readable[unit]:
-            return "is gathered already"
         size, moves = self.units.weight_bytes[unit], self.moves
+        if not self._gathers:
+            return f"{self._name(unit)} is whole at rest"
+        if unit in self._readable:
+            return f"{self._name(unit)} is gathered already"
         if not size:
-            return "has no weights to gather"
-        self._readable[unit] = True
+            return f"{self._name(unit)} has no weights to gather"
+        self._readable.add(unit)
         if self._weights_sharded:
-            self.gathered += size
+            self._gathered += size
         if self.residency.ways > 1:
             moves.gathers += Moved(1, size)
-        if self.residency.outer_optimizer and self.residency.outer > 1 and not self._gathered_before[unit]:
+        if self.residency.outer_optimizer and self.residency.outer > 1 and unit not in self._gathered_before:
             moves.outer_gathers += Moved(1, self.units.unit(unit).outer_weight_bytes)
-        self._gathered_before[unit] = True
+        self._gathered_before.add(unit)
         return ""
 
     def _reshard(self, unit: int) -> str:
         if not self._weights_sharded:
-            return "is whole at rest"
-        if not self._readable[unit]:
-            return "is not gathered"
+            return f"{self._name(unit)} is whole at rest"
+        if unit not in self._readable:
+            return f"{self._name(unit)} is not gathered"
         if unit in self._in_use:
-            return "is in use"
-        self._readable[unit] = False
-        self.gathered -= self.units.weight_bytes[unit]
+            return f"{self._name(unit)} is in use"
+        self._readable.discard(unit)
+        self._gathered -= self.units.weight_bytes[unit]
         return ""
 
     def _reduce(self, unit: int) -> str:
         if unit in self._open:
-            return "does not have all gradients of the microbatch under way"
+            return f"{self._name(unit)} does not have all gradients of the microbatch under way"
         if not self._fresh[unit]:
-            return "has no gradients since they were last summed"
-        if self._outer_summed[unit]:
-            return "was summed over instances already"
+            return f"{self._name(unit)} has no gradients since they were last summed"
+        if unit in self._outer_summed:
+            return f"{self._name(unit)} was summed over instances already"
         if self.residency.ways > 1:
             self.moves.reductions += Moved(self.units.unit(unit).reduce_calls, self.units.grad_bytes[unit])
-        self.groups[unit].append(self._fresh[unit])
+        self._groups[unit].append(self._fresh[unit])
         self._fresh[unit] = {}
         if self._grads_sharded:
-            self.gradients.reduce(unit)
+            self._gradients.reduce(unit)
         return ""
 
     def _outer_sum(self, unit: int) -> str:
         if self.residency.outer == 1:
-            return "has no other instances"
-        if not self.groups[unit] or self._fresh[unit] or unit in self._open:
-            return "is summed over instances before its last reduction"
-        if self._outer_summed[unit]:
-            return "is summed over instances twice"
-        self._outer_summed[unit] = True
-        self.gradients.outer_sum(unit)
+            return f"{self._name(unit)} has no other instances"
+        if not self._groups[unit] or self._fresh[unit] or unit in self._open:
+            return f"{self._name(unit)} is summed over instances before its last reduction"
+        if unit in self._outer_summed:
+            return f"{self._name(unit)} is summed over instances twice"
+        self._outer_summed.add(unit)
+        self._gradients.outer_sum(unit)
         one = self.units.unit(unit)
         self.moves.outer_sums += Moved(one.outer_calls, one.outer_grad_bytes)
         return ""
 
-    def all_through(self, place: int) -> None:
+    def _all_through(self, place: int) -> None:
         """What must be so where a step is decided on, and at the row's end."""
-        self.gradients.wait_for()
+        self._gradients.wait_for()
         for unit in range(len(self.units)):
-            name, wrong = self._name(unit), ""
-            if self._weights_sharded and self._readable[unit]:
-                wrong = f"{name} is still gathered here"
-            elif self._fresh[unit]:
-                wrong = f"gradients of {name} are never reduced"
-            elif self.groups[unit] and self.residency.outer > 1 and not self._outer_summed[unit]:
-                wrong = f"gradients of {name} are not summed over instances"
-            if wrong:
-                raise wrong_op(self.units.rank, place, self.row[place], wrong)
+            if wrong := self._unfinished(unit):
+                raise self._wrong(place, wrong)
 
-    def note(self, place: int, access: int) -> None:
+    def _unfinished(self, unit: int) -> str:
+        if self._weights_sharded and unit in self._readable:
+            return f"{self._name(unit)} is still gathered here"
+        if self._fresh[unit]:
+            return f"gradients of {self._name(unit)} are never reduced"
+        if self._groups[unit] and self.residency.outer > 1 and unit not in self._outer_summed:
+            return f"gradients of {self._name(unit)} are not summed over instances"
+        return ""
+
+    def _note(self, place: int, access: int) -> None:
         """A boundary."""
-        gathered, activation, most = self.gathered, self.activation, self.most
-        gradients, under_way = self.gradients.growing, self.gradients.under_way
-        if self.boundaries is not None:
+        gathered, activation, most = self._gathered, self._activation, self.most
+        gradients, under_way = self._gradients.growing, self._gradients.under_way
+        if self._every:
             self.boundaries.append(Held(place, access, gathered, gradients, under_way, activation))
         transient = gathered + gradients + under_way
         if transient + activation > self._peak_total:
@@ -319,3 +310,6 @@ class _ResidencyWalk:
 
     def _name(self, unit: int) -> str:
         return f"unit {self.units.unit(unit).name}"
+
+    def _wrong(self, place: int, what: str) -> ir.PlanError:
+        return ir.wrong_op(self.units.rank, place, self.row[place], what)

@@ -11,6 +11,7 @@ name one of these.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -242,3 +243,9 @@ class RankUnits:
             )
         ]
         return tuple(uses) or (Use((), (), (), 1.0),)
+
+
+@functools.lru_cache(maxsize=64)
+def rank_units(placement: Placement, stages: tuple[StageUnits, ...]) -> tuple[RankUnits, ...]:
+    """Of all pipeline ranks. Raises PlanError for units of other stages than the placement's."""
+    return tuple(RankUnits(rank, placement, stages) for rank in range(placement.num_ranks))

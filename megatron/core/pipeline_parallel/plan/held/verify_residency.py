@@ -11,7 +11,6 @@ says.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -19,14 +18,12 @@ from megatron.core.pipeline_parallel.plan.held.residency_walk import (
     RowWalk,
     grouping_of,
     walk_row,
-    with_their_computations,
 )
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
-from megatron.core.pipeline_parallel.plan.ir import REDUCE, RESHARD, UNSHARD, Plan, PlanError, RawOp, wrong_op
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, WRITES_GRADS
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, rank_units
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, wrong_op
+from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
-from megatron.core.sharding_table import STRATEGIES, ShardOver
 
 
 def verify_residency(
@@ -40,7 +37,7 @@ def verify_residency(
     if residency.moves:
         _made_for(plan, PlannedResidency.of(residency, stages, ()))
     walks, words = [], plan.residency
-    of_ranks = [RankUnits(rank, plan.placement, stages) for rank in range(len(plan.rows))]
+    of_ranks = rank_units(plan.placement, tuple(stages))
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
         for place, op in enumerate(row if not residency.moves else ()):
             if IS_DATA_PARALLEL[op[0]]:
@@ -126,88 +123,3 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
             f"rank {rank}: gathered weights and whole gradients take {walk.most_transient} bytes at once, {most} are "
             "allowed"
         )
-
-
-def verify_lanes(plan: Plan) -> None:
-    """Where no more is known of units than the plan's own words: operations are of units that the plan names, on the
-    rank of their stage, before a computation if they belong to an access; units are gathered before they are freed,
-    once each time; every REDUCE comes behind the weight gradients that the plan's grouping has it sum up, and none is
-    missing.
-
-    Raises PlanError naming rank, place and operation.
-    """
-    words, num_stages = plan.residency, plan.placement.num_stages
-    if words is None:
-        raise PlanError("the plan gathers or reduces units, and does not say which: it has no `residency`")
-    for what, found in (("units", len(words.units)), ("groups", len(words.grouping))):
-        if found != num_stages:
-            raise PlanError(f"the plan has {what} of {found} stages, and {num_stages} stages")
-    if [len(units) for units in words.units] != [len(groups) for groups in words.grouping]:
-        raise PlanError("the plan's units and its groups of microbatches are not of the same units")
-    for rank, row in enumerate(plan.rows):
-        check = _ByWords(plan.placement.stages_of(rank), words)
-        for place, op, inside in with_their_computations(rank, row):
-            if IS_DATA_PARALLEL[op[0]]:
-                inside = [(place, op)]
-            elif not IS_COMPUTE[op[0]]:
-                continue
-            if WRITES_GRADS[op[0]]:
-                units = range(op[4], op[5]) if op[4] >= 0 else range(len(words.units[op[1]]))
-                check.added.update((op[1], unit) for unit in units)
-            for where, one in inside:
-                if wrong := check.perform(one):
-                    raise wrong_op(rank, where, one, wrong)
-        if wrong := check.end():
-            raise PlanError(f"rank {rank}: {wrong}")
-
-
-class _ByWords:
-    """gathered: names of units. added: microbatches by stage and unit. reductions: by name. Methods say what is wrong,
-    or nothing."""
-
-    def __init__(self, mine: Sequence[int], words: PlannedResidency) -> None:
-        self.mine, self.words = mine, words
-        self.gathered: set[str] = set()
-        self.added: Counter[tuple[int, int]] = Counter()
-        self.reductions: Counter[str] = Counter()
-
-    def perform(self, op: RawOp) -> str:
-        """An operation of data parallelism."""
-        kind, stage = op[0], op[1]
-        if stage not in self.mine:
-            return "the stage is not on this rank"
-        names = self.words.units[stage]
-        if op[5] > len(names) or op[2] >= 0 or op[6] >= 0 or op[7] >= 0:
-            return f"stage {stage} has {len(names)} units, and these alone are named here"
-        weights = STRATEGIES[self.words.strategy].weights
-        comes_and_goes = weights is not ShardOver.NONE and self.words.ways > 1
-        for name in names if op[4] < 0 else names[op[4] : op[5]]:
-            if kind == UNSHARD and comes_and_goes:
-                if name in self.gathered:
-                    return f"unit {name} is gathered already"
-                self.gathered.add(name)
-            elif kind == RESHARD:
-                if name not in self.gathered:
-                    return f"unit {name} is not gathered"
-                self.gathered.discard(name)
-            elif kind == REDUCE:
-                self.reductions[name] += 1
-                for home in (one for one in self.mine if name in self.words.units[one]):
-                    unit = self.words.units[home].index(name)
-                    due = sum(self.words.grouping[home][unit][: self.reductions[name]])
-                    if self.added[home, unit] < due:
-                        return f"comes before {due} microbatches were added to unit {name}"
-        return ""
-
-    def end(self) -> str:
-        """The row's."""
-        if self.gathered:
-            return f"unit {min(self.gathered)} is gathered and never freed"
-        for stage in self.mine:
-            for name, groups in zip(self.words.units[stage], self.words.grouping[stage], strict=True):
-                found = self.reductions[name]
-                if found != len(groups):
-                    return (
-                        f"unit {name} is reduced {found} times, its microbatches are in {len(groups)} groups"
-                    )
-        return ""

@@ -5,30 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.ir import B, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, costs_of, peaks_of
 from megatron.core.pipeline_parallel.plan.measuring.measured_lines import MeasuredPlan
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 
 _NS_PER_MS = 1e6
-
-
-class Replanned(NamedTuple):
-    """What comes of figures of a run. spec: to run from now on; plan: its, without data parallelism. costs: measured.
-    reasons: of `auto`. told: for log and record."""
-
-    spec: ScheduleSpec
-    plan: Plan
-    costs: CostModel
-    reasons: tuple[str, ...]
-    told: MeasuredPlan
 
 
 def replanned(
@@ -39,8 +27,11 @@ def replanned(
     *,
     splits: bool,
     lanes: LaneCosts | None,
-) -> Replanned:
-    """iteration: the last one that was measured. num_microbatches: of a step now, and the most of a later one. For the
+) -> tuple[ScheduleSpec, CostModel, tuple[str, ...], MeasuredPlan]:
+    """What comes of figures of a run: what to run from now on, costs as measured, reasons of `auto`, and what log and
+    record say of it.
+
+    iteration: the last one that was measured. num_microbatches: of a step now, and the most of a later one. For the
     rest see `solve_again`."""
     costs, (now, most) = measured_costs(figures, spec), num_microbatches
     again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
@@ -63,7 +54,7 @@ def replanned(
         planned_bubble=after,
         kept=kept,
     )
-    return Replanned(again, plan, costs, reasons, told)
+    return again, costs, reasons, told
 
 
 @functools.lru_cache(maxsize=4)
@@ -136,18 +127,11 @@ def solve_again(
         after, later = (timed(again, count) for count in (num_microbatches, most_microbatches))
     except PlanError as error:
         return spec, f"nothing fits: {error}", ()
-    if _over(later, again.limits):
+    if over_limit(later, again.limits):
         return spec, f"a new one would hold too much with {most_microbatches} microbatches", ()
     better = after.cost < before.cost * (1 - TOLERANCE)
-    if better or (_over(before, again.limits) and not _over(after, again.limits)):
+    if better or (over_limit(before, again.limits) and not over_limit(after, again.limits)):
         return again, None, again.reasons
     share = after.cost / before.cost - 1 if before.cost else 0.0
     longer = f"{100 * share:.2f}% more" if share > TOLERANCE else "as long"
     return spec, f"a new one would take {longer}", again.reasons
-
-
-def _over(one: Simulation, limits: tuple[float, ...] | None) -> bool:
-    """Whether a rank holds more than it may."""
-    return limits is not None and any(
-        peak > limit * (1 + TOLERANCE) for peak, limit in zip(one.peak_activation, limits, strict=True)
-    )

@@ -11,15 +11,18 @@ does time and again, not of its worst moment.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, W
+from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, Row, W
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.placement import Placement
+
+Times = Sequence[float | None]  # by global stage, None where it has no such computation
 
 
 class Figures(TypedDict):
@@ -64,16 +67,14 @@ def figures_of(
     durations: dict[tuple[int, int], list[int]] = defaultdict(list)
     totals = []
     for step in steps:
-        row = zip(step.plan.rows[step.rank], step.spans, strict=True)
-        computed = [(op[:3], span) for op, span in row if IS_COMPUTE[op[0]]]
-        whole: dict[tuple[int, int, int], int] = defaultdict(int)  # a W may have parts
-        for key, span in computed:
-            whole[key] += max(0, _ns(span.busy_s))
-        for (kind, stage, _), busy_ns in whole.items():
-            durations[kind, stage].append(busy_ns)
-        first, last = computed[0][1], computed[-1][1]
+        row = step.plan.rows[step.rank]
+        busy = busy_times(row, step.spans)
+        for key, times in busy.items():
+            durations[key] += [max(0, _ns(one)) for one in times]
+        computed = [span for op, span in zip(row, step.spans, strict=True) if IS_COMPUTE[op[0]]]
+        first, last = computed[0], computed[-1]
         span_ns = _ns(last.end_s) - _ns(first.start_s + first.wait_s)  # waiting for the first input apart
-        totals.append([step.iteration, span_ns, sum(_ns(span.busy_s) for _, span in computed)])
+        totals.append([step.iteration, span_ns, sum(map(_ns, itertools.chain(*busy.values())))])
     return Figures(
         pipeline=list(pipeline),
         rank=steps[0].rank,
@@ -83,6 +84,18 @@ def figures_of(
         activations=[[stage, *sizes] for stage, sizes in sorted((activations or {}).items())],
         peak_bytes=peak_bytes,
     )
+
+
+def busy_times(row: Row, spans: Sequence[OpTimes]) -> dict[tuple[int, int], list[float]]:
+    """(kind, global stage) -> seconds of each of a row's computations; parts of a W are one. spans: by place."""
+    whole: dict[tuple[int, int, int], float] = defaultdict(float)
+    for op, span in zip(row, spans, strict=True):
+        if IS_COMPUTE[op[0]]:
+            whole[op[:3]] += span.busy_s
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (kind, stage, _), seconds in whole.items():
+        found[kind, stage].append(seconds)
+    return found
 
 
 def median(values: Sequence[int]) -> int:
@@ -109,26 +122,25 @@ def costs_of(figures: Sequence[Figures], placement: Placement) -> CostModel:
     for one in figures:
         for kind, stage, value in one["times"]:
             times[kind, stage] = max(value, times.get((kind, stage), 0))
-    stages = range(placement.num_stages)
-    forwards, inputs, weights, both = ([times.get((kind, at)) for at in stages] for kind in (F, B, W, BW))
-    missing = [stage for stage, value in enumerate(forwards) if value is None]
+    f, b, w, bw = ([times.get((kind, at)) for at in range(placement.num_stages)] for kind in (F, B, W, BW))
+    missing = [stage for stage, value in enumerate(f) if value is None]
     assert not missing, f"no rank has measured the forwards of stages {missing}"
-    of_b, of_w = divide_backwards(inputs, weights, both)
-    activation, held = _activations(figures, placement)
-    return CostModel(
-        f=tuple(float(value or 0) for value in forwards),
-        b=tuple(map(float, of_b)),
-        w=tuple(map(float, of_w)),
-        activation=activation,
-        held_after_b=held,
-        comm=float(max(one["link_ns"] for one in figures)),
-    )
+    comm = float(max(one["link_ns"] for one in figures))
+    return cost_model(f, b, w, bw, _activations(figures, placement), comm)
 
 
-def divide_backwards(
-    inputs: Sequence[float | None], weights: Sequence[float | None], both: Sequence[float | None]
-) -> tuple[list[float], list[float]]:
-    """Times of B and of W, by stage, from those of B, W and BW, each None where a stage has no such computation.
+def cost_model(
+    f: Times, b: Times, w: Times, bw: Times, held: tuple[Sequence[float], Sequence[float]], comm: float
+) -> CostModel:
+    """Of times by global stage. held: by global stage, after F and between B and W."""
+    backwards, weights = divide_backwards(b, w, bw)
+    times = [value or 0 for value in f], backwards, weights
+    f_times, b_times, w_times, after_f, after_b = (tuple(map(float, one)) for one in (*times, *held))
+    return CostModel(f_times, b_times, w_times, after_f, after_b, comm)
+
+
+def divide_backwards(inputs: Times, weights: Times, both: Times) -> tuple[list[float], list[float]]:
+    """Times of B and of W from those of B, W and BW.
 
     A BW is divided as the sums of the B's and W's of other stages, evenly where there are none; 0 where nothing is.
     Whole numbers stay whole, and the two add up to the BW.
@@ -146,22 +158,19 @@ def divide_backwards(
     return [b for b, _ in made], [w for _, w in made]
 
 
-def _activations(
-    figures: Sequence[Figures], placement: Placement
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _activations(figures: Sequence[Figures], placement: Placement) -> tuple[Sequence[float], Sequence[float]]:
     """(bytes after F, bytes between B and W) by global stage; equal shares of a rank's where nothing was measured."""
-    most: dict[int, tuple[int, int]] = {}
+    most: dict[int, tuple[int, ...]] = {}
     for one in figures:
         for stage, *sizes in one["activations"]:
-            after_f, after_b = map(max, most.get(stage, (0, 0)), sizes)
-            most[stage] = after_f, after_b
+            most[stage] = tuple(map(max, most.get(stage, (0, 0)), sizes))
     if not most:
         shares = (1 / placement.num_chunks,) * placement.num_stages
         return shares, shares
     missing = [stage for stage in range(placement.num_stages) if stage not in most]
     assert not missing, f"no rank has measured the activations of stages {missing}, others have"
-    every = [most[stage] for stage in range(placement.num_stages)]
-    return tuple(float(after_f) for after_f, _ in every), tuple(float(after_b) for _, after_b in every)
+    after_f, after_b = zip(*(most[stage] for stage in range(placement.num_stages)), strict=True)
+    return after_f, after_b
 
 
 # What figures say of a run -------------------------------------------------------------------------------

@@ -25,33 +25,61 @@ that waited for it, which took wait_s of computations and, of those before it, o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.core import safe_files
+from megatron.core import safe_files, schema
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency import POLICIES, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.verify import verify
+from megatron.core.sharding_table import STRATEGIES
 
 VERSION = 1
 LONGEST_LINE_BYTES = 1 << 20
 LONGEST_S = 2**40
-_LARGEST = 1 << 60  # of bytes and times of lanes
 _NS_PER_S = 1e9
-# Of a header, by kind.
-_FIELDS = {
-    str: ("plan", "schedule"),
-    int: ("num_microbatches", "num_ops", "rank"),
-    bool: ("bitwise", "forward_only"),
+
+# A header, as `header_line` writes it.
+_SIZE, _SECONDS = schema.number(0.0, float(1 << 60)), schema.number(-LONGEST_S, LONGEST_S)
+_ACCESSES = schema.array(schema.array(schema.integer()))
+_UNIT = schema.fields_of(UnitCosts, **dict.fromkeys(("f", "b", "w", "activation", "held_after_b"), _SIZE))
+_LANES = {
+    "stages": schema.array({"units": schema.array(_UNIT), "forward": _ACCESSES, "backward": _ACCESSES}),
+    "residency": schema.fields_of(
+        Residency,
+        strategy=schema.one_of(*STRATEGIES),
+        policy=schema.one_of(*POLICIES),
+        budget=schema.or_null(schema.array(schema.integer())),
+        limit=schema.or_null(schema.array(_SIZE)),
+    ),
+    "costs": schema.fields_of(LaneCosts, latency=_SIZE, bandwidth=schema.number(1e-300, float(1 << 60))),
+}
+_HEADER = {
+    "version": schema.one_of(VERSION),
+    "plan": schema.text(),
+    "schedule": schema.text(),
+    "placement": {"kind": schema.text(), "ranks": schema.integer(), "chunks": schema.integer()},
+    "num_microbatches": schema.integer(),
+    "bitwise": schema.boolean,
+    "forward_only": schema.boolean,
+    "rank": schema.integer(),
+    "pipeline": schema.array(schema.integer()),
+    "stages": schema.array(schema.integer()),
+    "num_ops": schema.integer(1),
+    "clock_unix_s": _SECONDS,
+    "residency": schema.optional(schema.anything),
+    "at_rest": schema.optional(schema.integer()),
+    "lanes": schema.optional(_LANES),
 }
 
 
@@ -73,21 +101,16 @@ class OpTimes:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank, `span_key` of an
-    operation -> when it ran; seconds on one clock, 0 at the first start of any rank in this step. lanes: what gathers
+    """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank and place in its
+    row, when an operation ran; seconds on one clock, 0 at the first start of any rank in this step. lanes: what gathers
     and reductions are about, and cost in seconds; None where there are none. at_rest: by pipeline rank, then, bytes."""
 
     iteration: int
     pipeline: tuple[int, ...]
     plan: Plan
     lanes: Lanes | None
-    spans: tuple[dict[str, OpTimes], ...]
+    spans: tuple[tuple[OpTimes, ...], ...]
     at_rest: tuple[int, ...] | None
-
-
-def span_key(place: int, op: RawOp) -> str:
-    """An operation's text, which is its own; one of data parallelism may stand in a row several times."""
-    return f"{op_text(op)} at {place}" if IS_DATA_PARALLEL[op[0]] else op_text(op)
 
 
 def file_name(world_rank: int) -> str:
@@ -167,32 +190,45 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
             )
     plans: dict[str, tuple[Plan, Lanes | None]] = {}
     read = []
-    for (iteration, pipeline, of_plan), parts in steps.items():
-        if len(parts) == len(pipeline):
-            ranks_parts = [parts[rank] for rank in range(len(parts))]
-            if of_plan not in plans:
-                try:
-                    plans[of_plan] = _plan(ranks_parts)
-                except PlanError as error:
-                    raise PlanError(f"iteration {iteration}: {error}") from None
-            read.append(_step(ranks_parts, *plans[of_plan]))
-    return sorted(read, key=lambda step: (step.iteration, step.pipeline))
+    for (iteration, pipeline, of_plan), by_rank in sorted(steps.items()):
+        if len(by_rank) < len(pipeline):
+            continue
+        parts = [by_rank[rank] for rank in range(len(pipeline))]
+        if of_plan not in plans:
+            try:
+                plans[of_plan] = _plan(parts)
+            except PlanError as error:
+                raise PlanError(f"iteration {iteration}: {error}") from None
+        plan, lanes = plans[of_plan]
+        begin = min(part.spans[0].start_s for part in parts if part.spans)
+        spans = tuple(tuple(_since(begin, one) for one in part.spans) for part in parts)
+        at_rest = None if lanes is None else tuple(part.header.get("at_rest", 0) for part in parts)
+        read.append(MeasuredStep(iteration, pipeline, plan, lanes, spans, at_rest))
+    return read
 
 
-@dataclass
-class _RankPart:
+class _RankPart(NamedTuple):
     """What one rank did in one step."""
 
     iteration: int
     header: dict[str, Any]
-    ops: list[RawOp]
-    spans: list[OpTimes]
+    ops: tuple[RawOp, ...]
+    spans: tuple[OpTimes, ...]
 
 
 def _parts(file: Path) -> Iterator[_RankPart]:
-    """The steps of one file; a last line that is not finished is left out."""
+    """The steps of one file, of the last one as far as it came."""
+    for _, lines in itertools.groupby(_operations(file), key=lambda one: (id(one[0]), one[1])):
+        (header, iteration, *_), *_ = every = list(lines)
+        # A rank runs a plan's row from its beginning: a row that is full is followed by another step.
+        for first in range(0, len(every), header["num_ops"]):
+            _, _, ops, spans = zip(*every[first : first + header["num_ops"]], strict=True)
+            yield _RankPart(iteration, header, ops, spans)
+
+
+def _operations(file: Path) -> Iterator[tuple[dict[str, Any], int, RawOp, OpTimes]]:
+    """Header, iteration, operation and times of each line; a last one that is not finished is left out."""
     header: dict[str, Any] | None = None
-    part: _RankPart | None = None
     with safe_files.opened(file) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE_BYTES), b""), 1):
             if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
@@ -204,70 +240,49 @@ def _parts(file: Path) -> Iterator[_RankPart]:
                     continue
                 if header is None:
                     raise PlanError("an operation before the header")
-                # A rank runs a plan's row from its beginning: a row that is full is followed by another step.
-                new = part is None or part.header is not header or part.iteration != content["iteration"]
-                if part is None or new or len(part.ops) == header["num_ops"]:
-                    if part is not None:
-                        yield part
-                    part = _RankPart(_of(content, "iteration", int), header, [], [])
-                op, span = _operation(content, header["clock_unix_s"])
+                found = _operation(content, header["clock_unix_s"])
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
-            part.ops.append(op)
-            part.spans.append(span)
-    if part is not None:
-        yield part
-
-
-def _operation(content: dict[str, Any], clock: float) -> tuple[RawOp, OpTimes]:
-    start, end, wait = (_seconds(content, name) for name in ("start_s", "end_s", "wait_s"))
-    lane = _seconds(content, "lane_s") if "lane_s" in content else 0.0
-    op = parse_op(content["op"])
-    op = (*op[:7], _of(content, "pair", int)) if "pair" in content else op
-    return op, OpTimes(clock + start, clock + end, wait, lane)
+            yield header, *found
 
 
 def _header(content: dict[str, Any]) -> dict[str, Any]:
-    """Raises PlanError, KeyError or TypeError for what `header_line` does not write."""
+    """Raises PlanError for what `header_line` does not write."""
     if content["version"] != VERSION:
         raise PlanError(f"version {content['version']!r:.40}; this program reads {VERSION}")
-    for kind, names in _FIELDS.items():
-        for name in names:
-            _of(content, name, kind)
-    if not 0 <= _of({"at_rest": 0, **content}, "at_rest", int) <= _LARGEST:
-        raise PlanError(f"at rest {content['at_rest']!r:.40} bytes")
-    _seconds(content, "clock_unix_s")
-    for name in ("ranks", "chunks"):
-        _of(_of(content, "placement", dict), name, int)
-    pipeline = _of(content, "pipeline", list)
-    if any(type(rank) is not int for rank in pipeline) or not 0 <= content["rank"] < len(pipeline):
-        raise PlanError(f"rank {content['rank']!r:.40} of the pipeline {pipeline!r:.80}")
+    schema.check(_HEADER, content, schema.Place(Path("header"), error=PlanError))
+    if content["rank"] >= len(content["pipeline"]):
+        raise PlanError(f"rank {content['rank']} of the pipeline {content['pipeline']!r:.80}")
     return content
 
 
-def _of(content: dict[str, Any], name: str, kind: type) -> Any:
-    if type(content[name]) is not kind:
-        raise PlanError(f"{name!r} is {content[name]!r:.40}, not {kind.__name__}")
-    return content[name]
+def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTimes]:
+    """Iteration, operation and times of a line. Raises PlanError, KeyError or TypeError for what is none."""
+    iteration, op = content["iteration"], parse_op(content["op"])
+    pair = content.get("pair", op[7])
+    times = [content["start_s"], content["end_s"], content["wait_s"], content.get("lane_s", 0.0)]
+    if type(iteration) is not int or type(pair) is not int:
+        raise PlanError(f"iteration {iteration!r:.40} and pair {pair!r:.40} are not both int")
+    for one in times:  # an integer may be too large for a float, and a float no number
+        if type(one) not in (int, float) or not -LONGEST_S <= one <= LONGEST_S:
+            raise PlanError(f"{one!r:.40} is not seconds")
+    start, end, wait, lane = map(float, times)
+    return iteration, (*op[:7], pair), OpTimes(clock + start, clock + end, wait, lane)
 
 
-def _seconds(content: dict[str, Any], name: str) -> float:
-    value = content[name]
-    # An integer may be too large for a float, and a float no number.
-    if type(value) not in (int, float) or not -LONGEST_S <= value <= LONGEST_S:
-        raise PlanError(f"{name!r} is {value!r:.40}, not seconds")
-    return float(value)
+def _since(begin: float, span: OpTimes) -> OpTimes:
+    return dataclasses.replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin)
 
 
-def _plan(parts: list[_RankPart]) -> tuple[Plan, Lanes | None]:
+def _plan(parts: Sequence[_RankPart]) -> tuple[Plan, Lanes | None]:
     """What all ranks of a pipeline ran. Raises PlanError for what no run can have written."""
-    header, rows = parts[0].header, tuple(tuple(part.ops) for part in parts)
+    header, rows = parts[0].header, tuple(part.ops for part in parts)
     place = header["placement"]
     try:
         placement, residency = Placement(place["kind"], place["ranks"], place["chunks"]), None
         if "residency" in header:
             residency = PlannedResidency.from_json(header["residency"], sum(map(len, rows)))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise PlanError(f"the header's placement or residency is wrong: {error}") from None
     flags = header["bitwise"], header["forward_only"]
     plan = Plan(header["schedule"], placement, header["num_microbatches"], rows, *flags, residency)
@@ -279,52 +294,16 @@ def _plan(parts: list[_RankPart]) -> tuple[Plan, Lanes | None]:
         raise PlanError(f"no plan that could have run: {error}") from None
     try:
         return plan, _lanes(header["lanes"], plan) if "lanes" in header else None
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, AssertionError) as error:
+    except (ValueError, AssertionError) as error:
         raise PlanError(f"the header's lanes are wrong: {error!r:.200}") from None
 
 
-def _lanes(content: Any, plan: Plan) -> Lanes:
+def _lanes(content: dict[str, Any], plan: Plan) -> Lanes:
     """What `dataclasses.asdict` made of lanes in ns, in seconds."""
-    for unit in (unit for stage in content["stages"] for unit in stage["units"]):
-        _record(UnitCosts, unit)
     stages = tuple(map(StageUnits.of_dict, content["stages"]))
-    asked = dict(content["residency"])
-    limits = {name: asked.pop(name) for name in ("budget", "limit")}
-    limits = {name: one if one is None else tuple(map(_checked, one)) for name, one in limits.items()}
-    residency, wire = _record(Residency, asked, **limits), _record(LaneCosts, content["costs"])
-    if not wire.bandwidth:
-        raise ValueError("no bandwidth")
+    asked, wire = content["residency"], LaneCosts(**content["costs"])
+    limits = {name: one and tuple(one) for name, one in asked.items() if name in ("budget", "limit")}
+    residency = Residency(**{**asked, **limits})
     for rank, row in enumerate(plan.rows):
         walk_row(row, RankUnits(rank, plan.placement, stages), residency, forward_only=plan.forward_only)
     return Lanes(stages, residency, LaneCosts(wire.latency / _NS_PER_S, wire.bandwidth * _NS_PER_S))
-
-
-def _record(cls: Any, content: dict[str, Any], **more: Any) -> Any:
-    """A dataclass of numbers and words: of the kinds of their defaults, words without one."""
-    for name, value in content.items():
-        if isinstance(value, str) != isinstance(getattr(cls, name, ""), str):
-            raise ValueError(f"{name!r} is {value!r:.40}")
-        _checked(0 if isinstance(value, str) else value)
-    return cls(**content, **more)
-
-
-def _checked(value: Any) -> float:
-    if not 0 <= value <= _LARGEST:
-        raise ValueError(f"{value!r:.40} is no size")
-    return float(value)
-
-
-def _step(parts: list[_RankPart], plan: Plan, lanes: Lanes | None) -> MeasuredStep:
-    begin = min(part.spans[0].start_s for part in parts if part.spans)
-    spans = []
-    for part in parts:
-        times = (
-            dataclasses.replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin)
-            for span in part.spans
-        )
-        spans.append(
-            {span_key(place, op): one for place, (op, one) in enumerate(zip(part.ops, times, strict=True))}
-        )
-    at_rest = None if lanes is None else tuple(part.header.get("at_rest", 0) for part in parts)
-    pipeline = tuple(parts[0].header["pipeline"])
-    return MeasuredStep(parts[0].iteration, pipeline, plan, lanes, tuple(spans), at_rest)

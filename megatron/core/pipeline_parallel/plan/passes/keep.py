@@ -5,24 +5,16 @@ about the same bytes on the wire in either. So the most is saved by keeping the 
 be kept is more than there is room for, what is used last goes (Belady 1966, IBM Systems Journal 5). With units of one
 size that is the best there is, because gaps are intervals and the capacity of each moment bounds those that cover it.
 With sizes that differ, what a large unit left free by going is filled up again with the shortest gaps that fit.
-
-Under a limit in bytes room is known at every moment, and a row keeps to it by construction: a rank holds states at
-rest, activations, the weights that an access reads, gradients that are added to or under way. What gradients take
-follows from those that are kept over gaps; what they leave is for weights, kept and gathered ahead.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
 from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses, Span, bytes_by_moment
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError
-from megatron.core.pipeline_parallel.plan.passes.lane_rows import gradients_held, reductions
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
-from megatron.core.pipeline_parallel.plan.sizes import size_text
 
 
 def kept_gaps(
@@ -123,7 +115,8 @@ def _furthest_goes(gaps: Sequence[Gap], capacity: Sequence[float]) -> bytearray:
     furthest: list[tuple[int, int, int, int]] = []  # the latest end, of these the largest, is first
     held, count = 0, 0
     for moment, room in enumerate(capacity):
-        held -= sum(gaps[index].size for index in ending[moment] if kept[index])
+        for index in ending[moment]:
+            held -= gaps[index].size * kept[index]
         for index in starting[moment]:
             gap = gaps[index]
             held += gap.size
@@ -150,109 +143,3 @@ def _fill(gaps: Sequence[Gap], kept: bytearray, capacity: Sequence[float]) -> No
         kept[index] = 1
         for moment in range(start, end):
             room[moment] -= size
-
-
-# Under a limit ------------------------------------------------------------------------------------------
-
-# Choices of gradients that are made until one fits; each looks for room in so many more moments ahead of a full one.
-_TRIES, _BEFORE = 8, 4
-
-
-class Reserve(NamedTuple):
-    """What is left of the room when gaps are chosen.
-
-    share: to gathers ahead alone. ahead: besides, as many bytes as bind gathers ahead elsewhere. under_way: to
-    reductions, as much as where no gradients are kept. grads_first: weights are kept in what gradients leave.
-    reduced_first: reductions come before gathers of the same moment.
-    """
-
-    share: float = 0.0
-    ahead: bool = True
-    under_way: bool = True
-    grads_first: bool = False
-    reduced_first: bool = False
-
-
-def fit_limit(
-    uses: RowUses,
-    residency: Residency,
-    costs: CostModel,
-    grouping: Grouping | None,
-    reserve: Reserve,
-    *,
-    forward_only: bool,
-) -> tuple[set[Gap], list[float]]:
-    """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises PlanError where even
-    the least is too much."""
-    count = uses.num_moments
-    free = _room_beside_activations(uses, residency, costs, forward_only=forward_only)
-    reads = _in_use(uses.reads, uses.units.weight_bytes, count) if residency.weights_sharded else [0] * count
-    ahead = residency.ahead_of(uses.units) if residency.weights_sharded else 0
-    spare = [max(0, ahead - one) if reserve.ahead and residency.overlap_gather else 0 for one in reads]
-    most = float("inf") if residency.budget is None else float(residency.budget[uses.units.rank])
-
-    def to_keep(room: Sequence[float]) -> list[float]:
-        left = zip(room, spare, strict=True)
-        return [(1 - reserve.share) * max(0.0, min(most, one - more)) for one, more in left]
-
-    def over(held: Sequence[int]) -> list[float]:
-        """By moment, what is read and whole gradients are beyond the room."""
-        return [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
-
-    least = kept_gaps(uses, residency, [0.0] * count, grouping)
-    kept, held = least, _gradients(uses, residency, least, reserve)
-    if residency.grads_sharded:
-        other = held if reserve.under_way else _in_use(uses.adds, uses.units.grad_bytes, count)
-        room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
-        for attempt in range(_TRIES):
-            kept = kept_gaps(uses, residency, to_keep(room), grouping, grads_alone=reserve.grads_first)
-            held = _gradients(uses, residency, kept, reserve)
-            if max(over(held), default=0) <= 0:
-                break
-            taken = bytes_by_moment(count, (gap[:3] for gap in kept))
-            for moment, more in enumerate(over(held)):
-                for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
-                    room[one] = min(room[one], spare[one] + taken[one]) - more
-        else:
-            kept, held = least, _gradients(uses, residency, least, reserve)
-    beyond = max(over(held), default=0.0)
-    if beyond > 0:
-        assert residency.limit is not None
-        rank, limit = uses.units.rank, residency.limit[uses.units.rank]
-        raise PlanError(f"rank {rank} holds {size_text(limit + beyond)}, the limit is {size_text(limit)}")
-    bound = [one - more for one, more in zip(free, held, strict=True)]
-    if residency.budget is not None:
-        grads = bytes_kept(count, kept, weights=False)
-        bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
-    if residency.weights_sharded:
-        room = [one - read for one, read in zip(bound, reads, strict=True)]
-        kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps[0], to_keep(room))
-    return kept, bound
-
-
-def _room_beside_activations(
-    uses: RowUses, residency: Residency, costs: CostModel, *, forward_only: bool
-) -> list[float]:
-    """By moment, bytes of a limit that states at rest and activations leave: C(t) of docs/design/007-one-plan.md."""
-    assert residency.limit is not None, residency
-    free = residency.limit[uses.units.rank] - uses.units.shard_bytes
-    ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
-    held = activations(uses.row, costs, forward_only=forward_only)
-    room: list[float] = []
-    for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
-        room += [free - used] * (end - first)
-    return room
-
-
-def _gradients(uses: RowUses, residency: Residency, kept: set[Gap], reserve: Reserve) -> list[int]:
-    """By moment, what whole gradients and those under way take."""
-    if not residency.grads_sharded:
-        return [0] * uses.num_moments
-    reduced = reductions(uses, residency, kept)
-    return gradients_held(uses, reduced, reduced_first=reserve.reduced_first)
-
-
-def _in_use(spans: Sequence[Sequence[Span]], sizes: Sequence[int], count: int) -> list[int]:
-    """By moment, bytes of what is used."""
-    every = zip(spans, sizes, strict=True)
-    return bytes_by_moment(count, ((one.first, one.last + 1, size) for mine, size in every for one in mine))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held.row_uses import (
     Gap,
     RowUses,
     Span,
-    WholeGradients,
     bytes_by_moment,
 )
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, RawOp, Row
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
-from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, Residency
 
 
 class Stay(NamedTuple):
@@ -28,8 +27,7 @@ class Stay(NamedTuple):
     last: int
 
 
-Issue = tuple[int, Stay]  # the kind of an operation, and what it begins or ends
-Issued = Mapping[int, Sequence[Issue]]  # by moment
+Issued = tuple[int, int, Stay]  # moment, kind of the operation, what it begins or ends
 
 
 def stays(spans: Sequence[Sequence[Span]], kept: Iterable[Gap], *, weights: bool) -> list[Stay]:
@@ -71,61 +69,72 @@ def gather_moments(
     return moments
 
 
-def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> Issued:
+def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> list[Issued]:
     """Each unit's gradients are reduced behind each of its stays, in the order of their ends. A unit's sum over
     instances, behind its last reduction, waits for that one, and so stands behind the next one in the row."""
     groups = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
     last = {stay.unit: stay for stay in groups}
     firsts = [first for _, first in uses.computations]
-    issued: defaultdict[int, list[Issue]] = defaultdict(list)
-    waiting: list[Issue] = []
+    issued: list[Issued] = []
+    waiting: Stay | None = None
     for stay in groups:
         moment = stay.last + 1
         if not residency.overlap_reduce:  # behind the computation, or the row
             place = bisect_left(firsts, moment)
             within = residency.grads_sharded and place < len(firsts)
             moment = firsts[place] if within else uses.num_moments
-        issued[moment] += [(REDUCE, stay), *waiting]
-        waiting = [(HSDP_ALL_REDUCE, stay)] if residency.outer > 1 and last[stay.unit] is stay else []
-    issued[uses.num_moments] += waiting
-    return issued
+        issued.append((moment, REDUCE, stay))
+        if waiting is not None:
+            issued.append((moment, HSDP_ALL_REDUCE, waiting))
+        waiting = stay if residency.outer > 1 and last[stay.unit] is stay else None
+    return issued if waiting is None else [*issued, (uses.num_moments, HSDP_ALL_REDUCE, waiting)]
 
 
-def gradients_held(uses: RowUses, reduced: Issued, *, reduced_first: bool) -> list[int]:
-    """By moment, the most bytes of whole gradients and of those under way. reduced_first: as in `written`."""
-    units = uses.units
-    begins: defaultdict[int, list[int]] = defaultdict(list)
-    completes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for unit, spans in enumerate(uses.adds):
-        for span in spans:
-            begins[span.first].append(unit)
-            if units.extra_bytes:
-                completes[span.last].append((unit, span.begin[1]))
-    gradients, most = WholeGradients(units), []
-    for moment in range(uses.num_moments):
-        before = 0 if reduced_first else gradients.growing + gradients.under_way
-        for kind, stay in reduced.get(moment, ()):
-            does = gradients.reduce if kind == REDUCE else gradients.outer_sum
-            does(stay.unit)
-        for unit in begins.get(moment, ()):
-            gradients.begin(unit)
-        for unit, stage in completes.get(moment, ()):
-            gradients.complete(unit, stage)
-        most.append(max(before, gradients.growing + gradients.under_way))
-    return most
+def gradients_held(uses: RowUses, issued: Sequence[Issued], *, reduced_first: bool) -> list[int]:
+    """By moment, the most bytes of whole gradients and of those under way (row_uses, [Note: under way]). reduced_first:
+    as in `written`; else what is reduced at a moment is held together with what ends there."""
+    units, end = uses.units, uses.num_moments
+    again, next_first = [], dict.fromkeys(range(len(units)), end)
+    for _, kind, stay in reversed(issued):  # when new gradients of the unit wait for these
+        again.append(next_first[stay.unit])
+        if kind == REDUCE:
+            next_first[stay.unit] = stay.first
+    intervals: list[tuple[int, int, int]] = []
+
+    def until(moment: int, kind: int, stay: Stay, waited: int) -> None:
+        if kind == REDUCE:
+            over = min(moment, waited)
+            intervals.append((stay.first, over, units.grad_bytes[stay.unit]))
+            extra = {use.begin[1]: use.last for use in reversed(stay.uses)} if units.extra_bytes else {}
+            sizes = ((first, units.extra_bytes.get((stay.unit, stage), 0)) for stage, first in extra.items())
+            intervals.extend((first, over, size) for first, size in sizes)
+
+    under: list[tuple[int, Stay, int]] = []
+    for (moment, kind, stay), waited in zip(issued, reversed(again), strict=True):
+        through = [one for one in under if one[2] < moment or one[1].unit == stay.unit]
+        under = [one for one in under if one not in through]
+        if len(under) == MOST_UNDER_WAY:
+            through.append(under.pop(0))
+        for one in through:
+            until(moment, *one)
+        under.append((kind, stay, waited))
+    for one in under:
+        until(end, *one)
+    held = bytes_by_moment(end, intervals)
+    return held if reduced_first else [max(pair) for pair in zip(held, [0, *held], strict=False)]
 
 
 def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
-    """The row with what is issued; at one moment in this order: weights are freed first, and gathers come before
-    reductions, as computations wait for gathers sooner, or where what is gathered has no room before older reductions
-    are waited for, behind them. What belongs to the row's end stands behind its last transfer and before the step is
-    decided on."""
+    """The row with what is issued, at one moment in this order. What belongs to the row's end stands behind its last
+    transfer and before the step is decided on."""
     row, firsts = uses.row, [*(first for _, first in uses.computations), uses.num_moments]
-    moments = set().union(*issued)
+    by_moment: defaultdict[int, list[tuple[int, Stay]]] = defaultdict(list)
+    for moment, kind, stay in issued:
+        by_moment[moment].append((kind, stay))
 
     def at(moment: int, begun: int) -> list[RawOp]:
         ops = []
-        for kind, stay in (one for each in issued for one in each.get(moment, ())):
+        for kind, stay in by_moment.get(moment, ()):
             # Named as a unit of the stage that uses it first, or last.
             stage = stay.uses[0 if kind == UNSHARD else -1].begin[1]
             place = uses.units.of[stage].index(stay.unit)
@@ -140,7 +149,7 @@ def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
             first = firsts[computation]
             computation += 1
             for moment in range(first, firsts[computation]):
-                if moment in moments:
+                if moment in by_moment:
                     found += at(moment, moment - first + 1 if moment > first else 0)
         found.append(op)
     return (*found, *at(uses.num_moments, 0), *row[end:])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
@@ -19,6 +20,16 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
 
 _SLACK = 1e-9
 PARTS = (1 << 20, 4, 1)  # of trailing W's: all, some, none: whole chunks one after the other
+
+
+class Room(NamedTuple):
+    """What orders have to fit into. free: by rank, bytes for activations, gradients and what is read. most_read: by
+    rank, the most that one access reads. whole_grads: by stage, bytes of gradients from its first W on, 0 where they
+    are whole at rest."""
+
+    free: Sequence[float]
+    most_read: Sequence[float]
+    whole_grads: Sequence[float]
 
 
 def _by_row(plan: Plan, change: Callable[[Row], Row]) -> Plan:
@@ -33,23 +44,12 @@ def with_row(plan: Plan, rank: int, row: Row) -> Plan:
 
 
 def delay_w(
-    plan: Plan,
-    by: int,
-    costs: CostModel,
-    room: Sequence[float],
-    whole_grads: Sequence[float],
-    *,
-    together: bool = False,
-    before_last: bool = False,
+    plan: Plan, by: int, costs: CostModel, room: Room, *, together: bool = False, before_last: bool = False
 ) -> Plan:
     """Each W behind so many more F's and B's of its row, as far as there are any, and before what there is no room for
-    without it.
+    without it. together: with one W come all that wait. before_last: all that wait come before the last B."""
 
-    room: by rank, bytes for activations and gradients. whole_grads: by stage, bytes of gradients from its first W on.
-    together: with one W come all that wait. before_last: all that wait come before the last B.
-    """
-
-    def delayed(row: Row, room: float) -> Row:
+    def delayed(row: Row, room: float, grads: Sequence[float]) -> Row:
         last = {op[0]: place for place, op in enumerate(row)}
         written: list[RawOp] = []
         waiting: list[tuple[RawOp, int]] = []  # until so many F's and B's stand before it
@@ -65,8 +65,8 @@ def delay_w(
                     flush = flush or together
                     one = waiting.pop(0)[0]
                     written.append(one)
-                    held += (0 if one[2] else whole_grads[one[1]]) - costs.released(W, one[1])
-                held += more + (whole_grads[stage] if kind == BW and not op[2] else 0)
+                    held += (0 if one[2] else grads[one[1]]) - costs.released(W, one[1])
+                held += more + (grads[stage] if kind == BW and not op[2] else 0)
                 count += 1
             if kind != W:
                 written.append(op)
@@ -75,7 +75,8 @@ def delay_w(
                 waiting = []
         return tuple(written)
 
-    rows = (delayed(row, one) for row, one in zip(plan.rows, room, strict=True))
+    every = zip(plan.rows, room.free, room.most_read, strict=True)
+    rows = (delayed(row, free - read, room.whole_grads) for row, free, read in every)
     return dataclasses.replace(plan, rows=tuple(rows))
 
 
@@ -184,27 +185,19 @@ def _ranges(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     return sorted(ranges, key=lambda one: -max(sizes[one[0] : one[1]]))
 
 
-def hold_back(
-    plan: Plan,
-    costs: CostModel,
-    room: Sequence[float],
-    most_read: Sequence[float],
-    whole_grads: Sequence[float],
-) -> Plan | None:
+def hold_back(plan: Plan, costs: CostModel, room: Room) -> Plan | None:
     """The same computations, with forwards held back where a rank has no room for what they leave.
 
     What a rank may hold of activations changes within a step: from its first weight gradient on, gradients are whole
     until they are reduced. An order made for the room before that holds too much behind it; an order made for the room
     behind it lets ranks wait for each other at the beginning, where there is room.
 
-    plan: of computations alone. room: by rank, bytes for activations, gradients and what is read. most_read: the
-    most that one access reads. whole_grads: by stage, bytes of gradients from its first weight gradient on. None where
-    some rank can go no further.
+    plan: of computations alone. None where some rank can go no further.
 
     Each rank takes the first of its row that there is room for. Where all ranks wait for each other then, the result
     that is there first is used earlier than the row says.
     """
-    walk = _HoldBack(plan, costs, room, most_read, whole_grads)
+    walk = _HoldBack(plan, costs, room)
     waiting = list(range(len(plan.rows)))
     while any(walk.left):
         while waiting:
@@ -219,16 +212,9 @@ def hold_back(
 class _HoldBack:
     """left: by rank, what it has not done, the last first. done: by kind (F, B, W) and stage, how many."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        costs: CostModel,
-        room: Sequence[float],
-        most_read: Sequence[float],
-        whole_grads: Sequence[float],
-    ) -> None:
-        self.costs, self.whole_grads, self.durations = costs, whole_grads, costs.durations()
-        self.room, self.most_read = [one * (1 + _SLACK) for one in room], most_read
+    def __init__(self, plan: Plan, costs: CostModel, room: Room) -> None:
+        self.costs, self.whole_grads, self.durations = costs, room.whole_grads, costs.durations()
+        self.room, self.most_read = [one * (1 + _SLACK) for one in room.free], room.most_read
         self.rank_of = plan.placement.ranks()
         self.last = len(self.rank_of) - 1
         self.left = [list(reversed(row)) for row in plan.rows]

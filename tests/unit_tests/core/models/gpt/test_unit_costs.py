@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.core.distributed.shard_layout import ALIGNMENT, ParamSpec, plan_layouts
-from megatron.core.distributed.stage_units import find_units_of, merged
-from megatron.core.model_chunks import ModelChunks
+from megatron.core.distributed.stage_units import find_units_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.models.gpt.unit_costs import stage_units
+from megatron.core.module import ModelChunks
 from megatron.core.pipeline_parallel.plan.held.units import StateBytes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from tests.harness.tiny_models import VARIANTS, tiny_config
@@ -79,10 +79,9 @@ def laid_out(chunks, found):
         for name, p in parameters.items()
     ]
     sizes = dict.fromkeys((unit.name for unit in found.units), 0)
-    for layout in plan_layouts(specs, RANKS, by_unit=True):
+    for layout in plan_layouts(specs, RANKS):
         for bucket in layout.buckets:
-            (unit,) = bucket.units
-            sizes[unit] += bucket.numel
+            sizes[bucket.unit] += bucket.numel
     return sizes
 
 
@@ -104,7 +103,7 @@ def test_units_are_those_of_the_engine(model, pipeline, limit):
         if limit is not None:
             parameters = ModelChunks(tuple(chunks)).parameters
             numel = [sum(parameters[name].numel() for name in unit.names) for unit in found.units]
-            found = merged(found, numel, limit)
+            found = found.merged(numel, limit)
         elements = laid_out(chunks, found)
         mine = [stage for stage, one in enumerate(placement.ranks()) if one == rank]
         for stage, chunk in zip(mine, found.chunks, strict=True):

@@ -9,11 +9,11 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, WRITES_GRADS
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 from tests.harness.plan_mutations import KINDS, mutated
 from tests.harness.unit_stages import asked, model
 

@@ -10,12 +10,11 @@ from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.plan_file import load_plan
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.text import to_json
+from megatron.core.pipeline_parallel.plan.text import load_plan, to_json
 
 
 def spec_of(name, ranks=2, **facts):

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
 )
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
@@ -25,8 +26,7 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
-from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
+from megatron.core.pipeline_parallel.post_validation.state import rollback_ops
 from tests.harness.toy_pipeline import random_plan
 
 STATES = (Kind.SEND_STATE, Kind.RECV_STATE, Kind.VALIDATE, Kind.STEP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.pipeline_parallel.post_validation.rollback_ops import RollbackOps, rollback_ops
+from megatron.core.pipeline_parallel.post_validation.state import RollbackOps, rollback_ops
 
 
 def test_messages_that_went_ahead_are_received_by_who_stayed_behind():

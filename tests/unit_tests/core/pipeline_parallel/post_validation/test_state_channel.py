@@ -22,7 +22,7 @@ def test_numbers_arrive_bit_for_bit_and_in_order():
         for numbers in (NUMBERS, [float(ctx.rank)] * len(NUMBERS)):
             arrival = channel.receive(peer)  # the first time of unknown length
             channel.send(peer, numbers)
-            got.append(arrival.wait())
+            got.append(arrival.wait(len(NUMBERS)))
         channel.drain()
         channel.drain()  # nothing is left
         with pytest.raises(AssertionError, match="1 numbers, not 6"):
@@ -39,7 +39,7 @@ def test_a_lost_neighbour_is_named():
         channel = StateChannel(ctx.make_ps(pp=2))
         if ctx.rank == 1:
             os._exit(9)
-        channel.receive(1).wait()
+        channel.receive(1).wait(6)
 
     first, _ = rank_outcomes(body, 2)
     assert first.error is not None

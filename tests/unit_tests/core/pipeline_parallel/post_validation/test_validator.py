@@ -12,11 +12,10 @@ from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, parse_op
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
-from megatron.core.pipeline_parallel.post_validation.rollback_ops import rollback_ops
-from megatron.core.pipeline_parallel.post_validation.state import Go, ValidationState
+from megatron.core.pipeline_parallel.post_validation.state import Go, ValidationState, rollback_ops
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator
 from tests.harness.ranks import rank_outcomes, run_ranks
 from tests.harness.toy_optimizer import Run, train
@@ -193,7 +192,7 @@ class _Messages:
 
     def receive(self, peer):
         values = self.received["before" if peer == 0 else "behind"]
-        return type("Arrival", (), {"wait": lambda _: values})()
+        return type("Arrival", (), {"wait": lambda _, length: values})()
 
     def drain(self):
         self.sent.append("drain")

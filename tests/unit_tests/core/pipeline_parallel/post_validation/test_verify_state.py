@@ -9,10 +9,10 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, op_text, parse_op
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 
 
 def plan_of(name="1f1b", num_ranks=3, num_microbatches=4):

@@ -259,7 +259,7 @@ def test_a_lost_peer_is_told_with_operation_and_unit(call, told):
     with pytest.raises(PeerLostError) as caught:
         executor.run(5)
     assert str(caught.value).startswith(f"rank 0: {told}")
-    assert executor._boundaries._crossing is None  # nobody runs operations outside of a row
+    assert executor._boundaries.crossing is None  # nobody runs operations outside of a row
 
 
 class Clock:

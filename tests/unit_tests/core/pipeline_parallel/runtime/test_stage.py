@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.tensor_parallel.linear import column_linear
+from megatron.core.tensor_parallel.layers import column_linear
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.toy_pipeline import HIDDEN, TOKENS, ToyChunk
 
@@ -119,7 +119,7 @@ def test_a_forward_that_is_forgotten_can_run_again():
     once, again = ToyChunk(1, 2), ToyChunk(1, 2)
     one, two = once.stage(), again.stage()
     two.forward(0, hidden(5))
-    kept = weakref.ref(two._saved[0].leaf)
+    kept = weakref.ref(two._saved[0][0])
     two.forget(0)
     assert kept() is None
     two.check_empty()

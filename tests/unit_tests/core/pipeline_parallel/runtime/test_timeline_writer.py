@@ -56,20 +56,23 @@ def test_two_pipelines_write_and_are_read_back(tmp_path):
         plan = plans[step.iteration % 7 % 2]
         assert step.plan == plan
         for row, spans in zip(plan.rows, step.spans, strict=True):
-            assert list(spans) == [op_text(op) for op in row]
+            assert len(spans) == len(row)
             ends = [0.0]
-            for span in spans.values():
+            for span in spans:
                 assert span.start_s >= 0
                 assert 0 <= span.wait_s <= span.end_s - span.start_s + 1e-6
                 assert span.end_s >= ends[-1]
                 ends.append(span.end_s)
-        assert (
-            max(span.end_s for row in step.spans for span in row.values()) >= SLOW_S * plan.num_microbatches
-        )
-        assert step.spans[1]["1F0"].busy_s >= SLOW_S * 0.9  # its own time is not waiting
+        assert max(span.end_s for row in step.spans for span in row) >= SLOW_S * plan.num_microbatches
+        times = {
+            op_text(op): span
+            for row, spans in zip(plan.rows, step.spans, strict=True)
+            for op, span in zip(row, spans, strict=True)
+        }
+        assert times["1F0"].busy_s >= SLOW_S * 0.9  # its own time is not waiting
         # One clock: what is received ends after it was computed.
-        assert step.spans[1]["1F0"].end_s > step.spans[0]["0F0"].end_s
-        assert step.spans[0]["0BW0"].end_s > step.spans[1]["1BW0"].end_s
+        assert times["1F0"].end_s > times["0F0"].end_s
+        assert times["0BW0"].end_s > times["1BW0"].end_s
 
 
 def test_an_earlier_timeline_is_moved_aside_whole_and_still_readable(tmp_path):

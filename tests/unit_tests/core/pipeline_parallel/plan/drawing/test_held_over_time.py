@@ -22,7 +22,7 @@ def test_by_hand():
         "0RESHARD[0:1] 0REDUCE[0:1]"
     )
     told = " ".join(
-        f"{at:g}:{one.gathered},{one.gradients},{one.under_way}" for at, one in held_over_time(found, 0)
+        f"{at:g}:{one.gathered},{one.gradients},{one.under_way}" for at, one in held_over_time(found)[0]
     )
     # The first gather is issued at 0 and waited for until 1. F ends at 4, BW at 9.
     forward = "0:10,0,0 1:10,0,0 2:0,0,0 2:10,0,0 3:10,0,0 4:10,0,0"
@@ -41,11 +41,11 @@ def test_times_go_on_and_the_most_is_that_of_the_walk(name):
     shared = simulate(plan, costs, Lanes(stages, asks, LaneCosts(bandwidth=20.0)))
     assert (limits_in_bytes(plain), limits_in_bytes(shared)) == (None, (1e4, 1e4))
     for rank, row in enumerate(plan.rows):
-        assert max(one.total for _, one in held_over_time(plain, rank)) == plain.peak_activation[rank]
-        held = held_over_time(shared, rank)
+        assert max(one.total for _, one in held_over_time(plain)[rank]) == plain.peak_activation[rank]
+        held = held_over_time(shared)[rank]
         peak = walk_row(row, shared.timeline.lanes[rank].units, asks, costs).peak
         assert max((one for _, one in held), key=lambda one: one.total) == peak
-        for moments in (held, held_over_time(plain, rank)):
+        for moments in (held, held_over_time(plain)[rank]):
             times = [at for at, _ in moments]
             assert times == sorted(times)
         assert held[-1][0] == shared.timeline.end(rank)

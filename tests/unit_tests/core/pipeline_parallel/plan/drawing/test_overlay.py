@@ -8,18 +8,17 @@ from megatron.core.pipeline_parallel.plan.drawing.overlay import (
     mean_times,
     measured_costs,
     measured_simulation,
-    overlay_figures,
-    overlay_text,
-    overlay_trace,
 )
 from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg
-from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes, span_key
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, op_text, parse_row
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from tools.schedule_text import overlay_figures, overlay_text
+from tools.schedule_trace import overlay_trace
 
 
 def as_run(plan, costs, *, begin=100.0):
@@ -27,11 +26,11 @@ def as_run(plan, costs, *, begin=100.0):
     simulation = simulate(plan, costs)
     spans = []
     for rank, row in enumerate(plan.rows):
-        free, here = begin, {}
-        for place, op in enumerate(row):
+        free, here = begin, []
+        for place in range(len(row)):
             start = begin + simulation.timeline.starts[rank][place]
             end = begin + simulation.timeline.ends[rank][place]
-            here[op_text(op)] = OpTimes(free, end, start - free)
+            here.append(OpTimes(free, end, start - free))
             free = end
         spans.append(here)
     return simulation, spans
@@ -68,21 +67,11 @@ def test_a_run_that_keeps_to_its_plan_has_the_plans_figures(name, request_):
 
 def test_means_are_by_stage_and_kind():
     plan = Plan("split", Placement("linear", 1), 2, (parse_row("0F0 0B0 0F1 0W0 0BW1".split()),))
-    spans = [
-        {
-            "0F0": OpTimes(0, 1),
-            "0B0": OpTimes(1, 2, 0.5),
-            "0F1": OpTimes(2, 5),
-            "0W0": OpTimes(5, 6),
-            "0BW1": OpTimes(6, 10),
-        }
-    ]
+    spans = [[OpTimes(0, 1), OpTimes(1, 2, 0.5), OpTimes(2, 5), OpTimes(5, 6), OpTimes(6, 10)]]
     means = mean_times(plan, spans)
     assert means == {Kind.F: (2,), Kind.B: (0.5,), Kind.W: (1,), Kind.BW: (4,)}
     costs = measured_costs(plan, means, 0.25)
     assert (costs.f, costs.b, costs.w, costs.comm) == ((2,), (0.5,), (1,), 0.25)
-    with pytest.raises(PlanError, match="the timeline of pipeline rank 0 has no 0W0"):
-        mean_times(plan, [{text: span for text, span in spans[0].items() if text != "0W0"}])
 
 
 def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computation():
@@ -97,8 +86,7 @@ def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computat
         OpTimes(7, 8),
         OpTimes(8, 9),
     ]
-    spans = [{span_key(place, op): span for place, (op, span) in enumerate(zip(row, times, strict=True))}]
-    assert len(spans[0]) == len(row)  # both gathers
+    spans = [times]
     means = mean_times(plan, spans)
     assert means == {Kind.F: (1.25,), Kind.B: (1,), Kind.W: (2,)}
     simulation = measured_simulation(plan, spans, measured_costs(plan, means))
@@ -113,15 +101,15 @@ def both():
     _, spans = as_run(plan, CostModel.of_ranks(plan.placement))
     late = {"1BW0", "1F1", "1BW1", "0BW0", "0BW1"}
     spans = [
-        {
-            text: OpTimes(
+        [
+            OpTimes(
                 one.start_s + 2 * (text in late and text != "1BW0"),
                 one.end_s + 2 * (text in late),
                 one.wait_s + 2 * (text == "1BW0"),
             )
-            for text, one in row.items()
-        }
-        for row in spans
+            for text, one in zip(map(op_text, row), here, strict=True)
+        ]
+        for row, here in zip(plan.rows, spans, strict=True)
     ]
     means = mean_times(plan, spans)
     planned = simulate(plan, measured_costs(plan, means))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, op_text, parse_row
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
     OpTimes,
     file_name,
@@ -53,9 +53,9 @@ def test_clocks_of_ranks_line_up(tmp_path):
     assert (first.iteration, second.iteration) == (0, 1)
     assert first.plan == plan_of()
     assert first.pipeline == (4, 6)
-    one = next(iter(first.spans[0].values()))
+    one = first.spans[0][0]
     assert (one.start_s, one.end_s) == pytest.approx((0.25, 0.26), abs=1e-6)
-    assert next(iter(second.spans[1].values())).start_s == 0
+    assert second.spans[1][0].start_s == 0
     assert OpTimes(1.0, 1.5, 0.2).busy_s == pytest.approx(0.3)
 
 
@@ -65,7 +65,7 @@ def test_overlapped_pairs_are_read_back(tmp_path):
     (tmp_path / file_name(0)).write_text(text_of(plan, 0, pipeline=(0,)))
     (step,) = read_timeline(tmp_path)
     assert step.plan == plan
-    assert list(step.spans[0]) == [op_text(op) for op in row]
+    assert len(step.spans[0]) == len(row)
 
 
 def test_a_step_that_was_not_finished_is_left_out(tmp_path):

@@ -14,11 +14,11 @@ from megatron.core.pipeline_parallel.plan.ir import B, F, PlanError, plan_hash, 
 from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, READS_WEIGHTS
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
+from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.post_validation.insert import post_validation
 from tests.harness.unit_stages import G_BYTES, W_BYTES, asked, layers, model
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, F, W, op_text
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.orders import hold_back
+from megatron.core.pipeline_parallel.plan.passes.orders import Room, hold_back
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 
@@ -33,7 +33,7 @@ def most_held(row, costs, whole):
 def test_what_has_room_before_gradients_comes_later_behind_them():
     plan, costs = made("zb-h2", 2, 4)
     whole = [40.0, 40.0]
-    held = hold_back(plan, costs, (190.0, 190.0), (0.0, 0.0), whole)
+    held = hold_back(plan, costs, Room((190.0, 190.0), (0.0, 0.0), whole))
     texts = [[op_text(op) for op in row[:6]] for row in (plan.rows[0], held.rows[0])]
     assert texts[0] == ["0F0", "0F1", "0F2", "0B0", "0W0", "0F3"]
     assert texts[1] == ["0F0", "0F1", "0F2", "0B0", "0W0", "0B1"]
@@ -47,7 +47,7 @@ def test_the_same_computations_never_over_the_room(seed):
     plan, costs = made(schedule, ranks, 2 * ranks + draw.randint(0, 2))
     whole = [draw.choice((10.0, 40.0))] * plan.placement.num_stages
     read, room = draw.choice((0.0, 15.0)), draw.uniform(60, 400)
-    held = hold_back(plan, costs, (room,) * ranks, (read,) * ranks, whole)
+    held = hold_back(plan, costs, Room((room,) * ranks, (read,) * ranks, whole))
     if held is None:
         assert max(most_held(row, costs, whole) for row in plan.rows) + read > room
         return

@@ -3,8 +3,12 @@
 import dataclasses
 import json
 
-from megatron.core.pipeline_parallel.plan.held import residency_lines
-from megatron.core.pipeline_parallel.plan.held.residency_lines import HeldBytes, StepMoves, StepResidency
+from megatron.core.pipeline_parallel.plan.planned_residency import (
+    HeldBytes,
+    StepMoves,
+    StepResidency,
+    start_up_lines,
+)
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
@@ -25,23 +29,21 @@ STEP = StepResidency(
 
 
 def test_start_up():
-    line = residency_lines.residency_line("zbv", Residency("optim_grads_params", ways=2), 1, HELD)
+    line, moved = start_up_lines("zbv", Residency("optim_grads_params", ways=2), 1, HELD, MOVES)
     assert line == (
         " > residency: zbv, optim_grads_params over 2 ranks, policy memory; "
         f"fullest is pipeline rank 1: {HELD_TEXT}"
     )
-    line = residency_lines.residency_line("1f1b", Residency("optim", outer=4, policy="step"), 0, HELD)
-    assert line.startswith(" > residency: 1f1b, optim over 1 rank in 4 instances, policy step; ")
-    assert residency_lines.moves_line(1, MOVES) == (
+    assert moved == (
         " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 3.20%"
     )
+    line, _ = start_up_lines("1f1b", Residency("optim", outer=4, policy="step"), 0, HELD, MOVES)
+    assert line.startswith(" > residency: 1f1b, optim over 1 rank in 4 instances, policy step; ")
 
 
 def test_instances_are_told_where_there_are_any():
     moves = StepMoves(6, 6, 3, 1, 1024)
-    assert residency_lines.moves_line(0, moves).endswith(
-        ": 6 gathers, 6 reductions, 3 HSDP all-gathers, 1 HSDP all-reduce, 1.00 KiB"
-    )
+    assert str(moves) == "6 gathers, 6 reductions, 3 HSDP all-gathers, 1 HSDP all-reduce, 1.00 KiB"
 
 
 def test_each_interval_says_plan_and_measurement():

@@ -9,24 +9,16 @@ half lacks what there is nobody for.
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.plan.ir import (
-    RECV_F,
-    SEND_F,
-    F,
-    Kind,
-    Plan,
-    PlanError,
-    RawOp,
-    Row,
-    op_text,
-)
+from collections import defaultdict
+
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
 
-_SEND, _RECEIVE = int(Kind.SEND_STATE), int(Kind.RECV_STATE)
-_VALIDATE, _STEP = int(Kind.VALIDATE), int(Kind.STEP)
+_SEND, _RECEIVE = int(ir.Kind.SEND_STATE), int(ir.Kind.RECV_STATE)
+_VALIDATE, _STEP = int(ir.Kind.VALIDATE), int(ir.Kind.STEP)
 
 
-def verify_state(plan: Plan) -> None:
+def verify_state(plan: ir.Plan) -> None:
     """Nothing where the plan has no operation of post-validation. Else every rank has all of them, once, in their order
     (see [Note: two halves]); only forwards of first chunks and their messages stand before VALIDATE, and what a rank
     receives there its sender sends before its own; no computation stands after the partial state is sent on.
@@ -36,27 +28,32 @@ def verify_state(plan: Plan) -> None:
     if not any(IS_VALIDATION[op[0]] for row in plan.rows for op in row):
         return
     if plan.forward_only:
-        raise PlanError("an evaluation takes no step: it has no operations of post-validation")
-    num_ranks = len(plan.rows)
+        raise ir.PlanError("an evaluation takes no step: it has no operations of post-validation")
     sent: set[int] = set()  # microbatches that the rank before sends before its VALIDATE
+    # Of messages: (sender, receiver) -> kind of the end -> number.
+    numbers: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for rank, row in enumerate(plan.rows):
-        problem = _order(row, rank, num_ranks) or _last_half(row, rank, num_ranks)
-        if problem:
-            raise PlanError(f"rank {rank}: {problem}")
-    for rank, row in enumerate(plan.rows):
-        before = row[: next(place for place, op in enumerate(row) if op[0] == _VALIDATE)]
-        problem = _first_half(before, rank, num_ranks, sent)
-        if problem:
-            raise PlanError(f"rank {rank}: {problem}")
-        sent = {op[2] for op in before if op[0] == SEND_F}
-    _numbers(plan)
+        before = row[: next((place for place, op in enumerate(row) if op[0] == _VALIDATE), 0)]
+        halves = rank, len(plan.rows)
+        if problem := _order(row, *halves) or _last_half(row, *halves) or _first_half(before, *halves, sent):
+            raise ir.PlanError(f"rank {rank}: {problem}")
+        sent = {op[2] for op in before if op[0] == ir.SEND_F}
+        for op in row:
+            if op[0] in (_SEND, _RECEIVE):
+                numbers[(rank, op[6]) if op[0] == _SEND else (op[6], rank)][op[0]] = op[7]
+    for (sender, receiver), ends in numbers.items():
+        if ends[_SEND] != ends[_RECEIVE]:
+            raise ir.PlanError(
+                f"the state from rank {sender} to rank {receiver} is message {ends[_SEND]} where it is sent and "
+                f"{ends[_RECEIVE]} where it is received"
+            )
 
 
-def is_first_forward(op: RawOp, rank: int, num_ranks: int) -> bool:
+def is_first_forward(op: ir.RawOp, rank: int, num_ranks: int) -> bool:
     """Whether an operation is a forward of the rank's first chunk, or the message to or from one: its stage has the
     rank's own number in every placement. The last rank's output goes to a second chunk: that message is none."""
     kind, stage = op[0], op[1]
-    return stage == rank and (kind in (F, RECV_F) or (kind == SEND_F and rank + 1 < num_ranks))
+    return stage == rank and (kind in (ir.F, ir.RECV_F) or (kind == ir.SEND_F and rank + 1 < num_ranks))
 
 
 def state_operations(rank: int, num_ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -67,54 +64,34 @@ def state_operations(rank: int, num_ranks: int) -> tuple[list[tuple[int, int]], 
     return first, last
 
 
-def _order(row: Row, rank: int, num_ranks: int) -> str:
+def _order(row: ir.Row, rank: int, num_ranks: int) -> str:
     """What is wrong with the operations themselves, "" for nothing; so below."""
     first, last = state_operations(rank, num_ranks)
     found = [op for op in row if IS_VALIDATION[op[0]]]
     for op in found:
         if op[1] != rank or op[2] >= 0 or op[3] or op[4] >= 0 or (op[6] >= 0) != (op[7] >= 0):
-            return (
-                f"{op_text(op)}: an operation of post-validation is of the rank's first stage, {rank}, with a message"
-                " number where it has a peer, and nothing else"
-            )
+            alone = f"of the rank's first stage, {rank}, with a message number where it has a peer, and nothing else"
+            return f"{ir.op_text(op)}: an operation of post-validation is {alone}"
     if [(op[0], op[6]) for op in found] == first + last:
         return ""
-    expected = ", ".join(op_text((kind, rank, -1, 0, -1, -1, peer, -1)) for kind, peer in first + last)
-    there = ", ".join(map(op_text, found)) or "none"
+    expected = ", ".join(ir.op_text((kind, rank, -1, 0, -1, -1, peer, -1)) for kind, peer in first + last)
+    there = ", ".join(map(ir.op_text, found)) or "none"
     return f"post-validation needs {expected}, in this order; there are {there}"
 
 
-def _last_half(row: Row, rank: int, num_ranks: int) -> str:
+def _last_half(row: ir.Row, rank: int, num_ranks: int) -> str:
     sends_on = [place for place, op in enumerate(row) if op[0] in (_SEND, _STEP)]
     decides = sends_on[-2] if rank + 1 < num_ranks else sends_on[-1]
     late = next((op for op in row[decides:] if IS_COMPUTE[op[0]]), None)
-    return "" if late is None else f"{op_text(late)} comes after the state of the step is sent on"
+    return "" if late is None else f"{ir.op_text(late)} comes after the state of the step is sent on"
 
 
-def _first_half(before: Row, rank: int, num_ranks: int, sent: set[int]) -> str:
+def _first_half(before: ir.Row, rank: int, num_ranks: int, sent: set[int]) -> str:
     """before: VALIDATE. sent: microbatches that the rank before sends before its own."""
     for op in before:
         if HAS_MICROBATCH[op[0]] and not is_first_forward(op, rank, num_ranks):
-            return (
-                f"{op_text(op)} comes before VALIDATE; only forwards of the first chunk and their messages can be done"
-                " again"
-            )
-        if op[0] == RECV_F and op[2] not in sent:
-            return f"{op_text(op)} comes before VALIDATE, and rank {rank - 1} sends it after its own"
+            alone = "only forwards of the first chunk and their messages can be done again"
+            return f"{ir.op_text(op)} comes before VALIDATE; {alone}"
+        if op[0] == ir.RECV_F and op[2] not in sent:
+            return f"{ir.op_text(op)} comes before VALIDATE, and rank {rank - 1} sends it after its own"
     return ""
-
-
-def _numbers(plan: Plan) -> None:
-    """A message has one number at both ends, and no other message has it."""
-    ends: dict[tuple[int, int], dict[int, int]] = {}  # (sender, receiver) -> kind of the end -> number
-    for rank, row in enumerate(plan.rows):
-        for op in row:
-            if op[0] in (_SEND, _RECEIVE):
-                route = (rank, op[6]) if op[0] == _SEND else (op[6], rank)
-                ends.setdefault(route, {})[op[0]] = op[7]
-    for (sender, receiver), numbers in ends.items():
-        if numbers[_SEND] != numbers[_RECEIVE]:
-            raise PlanError(
-                f"the state from rank {sender} to rank {receiver} is message {numbers[_SEND]} where it is sent and"
-                f" {numbers[_RECEIVE]} where it is received"
-            )

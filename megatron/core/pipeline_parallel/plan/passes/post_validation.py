@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARAL
 from megatron.core.pipeline_parallel.plan.placement import LOOPED
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.pipeline_parallel.post_validation.verify import is_first_forward, state_operations
+from megatron.core.pipeline_parallel.plan.verify_state import is_first_forward, state_operations
 
 _ROUNDING = 1e-9  # of planned times
 

@@ -1,4 +1,5 @@
-"""A simulated plan as Chrome trace JSON, which Chrome's and Perfetto's viewers read."""
+"""Simulated plans, and a measured step beside its plan, as Chrome trace JSON, which Chrome's and Perfetto's viewers
+read."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.drawing.grid import bars
-from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, F, Kind, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activations_over_time, bars
+from megatron.core.pipeline_parallel.plan.drawing.overlay import Spans
+from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Kind, op_text
+from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
+_US_PER_S = 1e6
 UNIT_US = 1000.0  # one unit of time, where times have no unit
 LANES = ("compute", "send", "receive")  # of a process, which is a rank
 COMPUTE_LANE, SEND_LANE, RECEIVE_LANE = range(len(LANES))
@@ -75,7 +78,6 @@ def trace_slice(
 
 def _rank_events(simulation: Simulation, rank: int, process: int, name: str, unit_us: float) -> list[Event]:
     """Names of a rank's lanes, its computations, its counter of activations."""
-    plan, costs = simulation.plan, simulation.costs
     about: Event = {"ph": "M", "pid": process}
     events = [
         {**about, "name": "process_name", "args": {"name": name}},
@@ -86,18 +88,35 @@ def _rank_events(simulation: Simulation, rank: int, process: int, name: str, uni
         ),
     ]
 
-    def count(at: float) -> None:
-        counter = {"ph": "C", "pid": process, "name": "activation", "ts": at * unit_us}
-        events.append({**counter, "args": {"microbatches": round(held, 9)}})
-
-    held = 0.0
     for start, end, place, label in bars(simulation, rank):
-        kind, stage = plan.rows[rank][place][:2]
-        events.append(trace_slice(process, COMPUTE_LANE, label, Kind(kind).name, start, end, unit_us))
-        change = costs.activation[stage] if kind == F else -costs.released(kind, stage)
-        held += change
-        count(start if change > 0 else end)  # grows at once, shrinks at the end
-        if plan.forward_only:  # nothing is kept for a backward
-            held -= costs.activation[stage]
-            count(end)
+        kind = Kind(simulation.plan.rows[rank][place][0]).name
+        events.append(trace_slice(process, COMPUTE_LANE, label, kind, start, end, unit_us))
+    counter = {"ph": "C", "pid": process, "name": "activation"}
+    for at, held in activations_over_time(simulation, rank):
+        number = {"microbatches": round(held.activation, 9)}
+        events.append({**counter, "ts": at * unit_us, "args": number})
     return events
+
+
+def overlay_trace(planned: Simulation, measured: Simulation, spans: Spans) -> str:
+    """Chrome trace JSON in real time: the planned ranks as one group of processes, the measured ones below.
+
+    Messages are planned from the time that both ends are posted; measured are the posting of each end and, in the
+    lane of receives, the waiting of computations for what they need.
+    """
+    num_ranks = len(planned.plan.rows)
+    events = trace_events(planned, prefix="planned ", unit_us=_US_PER_S)
+    events += trace_events(
+        measured, first_process=num_ranks, prefix="measured ", unit_us=_US_PER_S, transfers=False
+    )
+    for rank, row in enumerate(measured.plan.rows):
+        starts, ends = measured.timeline.starts[rank], measured.timeline.ends[rank]
+        for op, start, end, span in zip(row, starts, ends, spans[rank], strict=True):
+            told, begin, process = op_text(op), start - span.wait_s, num_ranks + rank
+            if IS_COMPUTE[op[0]] and begin < start:
+                at = process, RECEIVE_LANE, f"wait for {told}", "wait"
+                events.append(trace_slice(*at, begin, start, _US_PER_S))
+            elif IS_TRANSFER[op[0]]:
+                at = process, transfer_lane(op[0]), told, "transfer"
+                events.append(trace_slice(*at, begin, end, _US_PER_S))
+    return trace_json(events)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
 
+import torch
+
 from megatron.core.device import Device, heap_bytes
 
 _SWITCH_S = 2e-4  # the thread waits no longer than this for Python's lock while it looks
+
+
+def reset_peak(device: Device) -> None:
+    """Peaks count from now on. On CPU: Linux only, elsewhere peaks stay those of the whole process."""
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats(device.index)
+    elif sys.platform == "linux":
+        # Containers may forbid it; the peak is then that of the process, which is still a true upper bound.
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
 
 
 class LivePeak:
@@ -36,7 +49,7 @@ class LivePeak:
         assert not self.num_looks, "a LivePeak is used once"
         gc.collect()  # what is garbage already belongs to neither
         self._device.synchronize()
-        self._device.reset_peak()
+        reset_peak(self._device)
         self.baseline = self.look()
         if self._device.kind == "cpu":
             self._switch_s = sys.getswitchinterval()

@@ -8,9 +8,6 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing import page
-from megatron.core.pipeline_parallel.plan.drawing.compare import Entry
-from megatron.core.pipeline_parallel.plan.drawing.page import to_html
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
@@ -18,6 +15,8 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from tests.harness import unit_stages
 from tests.harness.measured_runs import lowered, simulate
+from tools import schedule_page as page
+from tools.schedule_page import Entry, to_html
 
 SVG = "{http://www.w3.org/2000/svg}"
 

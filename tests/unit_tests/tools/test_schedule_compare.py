@@ -3,16 +3,16 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing.compare import (
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.simulate import over_limit
+from tools.schedule_page import (
     Entry,
     entry_of,
     longest,
     of_rank_totals,
-    over_limit,
     table,
 )
-from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.request import Request
 
 
 def entry(name, ranks=3, microbatches=4, limits=None):

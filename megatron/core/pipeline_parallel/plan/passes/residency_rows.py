@@ -1,0 +1,208 @@
+"""Rows with operations of data parallelism, by the policy or within a limit in bytes.
+
+Under a limit room is known at every moment, and a row keeps to it by construction: a rank holds states at rest,
+activations, the weights that an access reads, gradients that are added to or under way. What gradients take follows
+from those that are kept over gaps; what they leave is for weights, kept and gathered ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import grouping_of
+from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses, Span, bytes_by_moment
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, rank_units
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
+from megatron.core.pipeline_parallel.plan.passes import lane_rows
+from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, keep_gaps, kept_gaps
+from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
+from megatron.core.pipeline_parallel.plan.sizes import size_text
+
+Groups = list[list[dict[int, int]]]
+
+# Choices of gradients that are made until one fits; each looks for room in so many more moments ahead of a full one.
+_TRIES, _BEFORE = 8, 4
+_KEPT_OPERATIONS = 2_000
+
+
+class Reserve(NamedTuple):
+    """What is left of the room when gaps are chosen.
+
+    share: to gathers ahead alone. ahead: besides, as many bytes as bind gathers ahead elsewhere. under_way: to
+    reductions, as much as where no gradients are kept. grads_first: weights are kept in what gradients leave.
+    reduced_first: reductions come before gathers of the same moment.
+    """
+
+    share: float = 0.0
+    ahead: bool = True
+    under_way: bool = True
+    grads_first: bool = False
+    reduced_first: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class RowMaker:
+    """Makes plans that differ in what the search chooses. Of small plans the rows that were made are kept, or why there
+    are none: most of what is tried differs from what was tried before on one rank."""
+
+    plan: Plan
+    stages: tuple[StageUnits, ...]
+    residency: Residency
+    costs: CostModel
+    lanes: LaneCosts | None
+    grouping: Grouping | None = None
+
+    def __post_init__(self) -> None:
+        self.units = rank_units(self.plan.placement, self.stages)
+        self._uses: dict[tuple[int, Row], RowUses] = {}
+        self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups] | str] = {}
+
+    def uses(self, rank: int, row: Row) -> RowUses:
+        """When a row uses which units."""
+        found = self._uses.get((rank, row))
+        if found is None:
+            overlap, apart = self.residency.overlap_reduce, self.residency.limit is not None
+            found = RowUses(row, self.units[rank], overlap_reduce=overlap, apart=apart)
+            self._uses[rank, row] = found
+        return found
+
+    def made(self, order: Plan, reserve: Reserve) -> Plan:
+        """Raises PlanError where it does not fit."""
+        made = [self._kept_row(rank, row, reserve) for rank, row in enumerate(order.rows)]
+        groups = grouping_of(order.placement, self.units, [groups for _, groups in made])
+        note = PlannedResidency.of(self.residency, self.stages, groups)
+        return dataclasses.replace(order, rows=tuple(row for row, _ in made), residency=note)
+
+    def _kept_row(self, rank: int, row: Row, reserve: Reserve) -> tuple[Row, Groups]:
+        found = self._rows.get((rank, row, reserve))
+        if found is None:
+            try:
+                found = self._row(self.uses(rank, row), reserve)
+            except PlanError as error:
+                found = str(error)
+            if self.plan.num_ops <= _KEPT_OPERATIONS:
+                self._rows[rank, row, reserve] = found
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
+
+    def merit(self, planned: Plan) -> Merit:
+        assert self.lanes is not None, "nothing says what gathers take"
+        return simulate(planned, self.costs, Lanes(self.stages, self.residency, self.lanes)).merit
+
+    def _row(self, uses: RowUses, reserve: Reserve) -> tuple[Row, Groups]:
+        """One rank's row, and its groups as in `RowWalk`."""
+        asked, forward_only = self.residency, self.plan.forward_only
+        kept, bound = (self._kept if asked.limit is None else self._within_limit)(uses, reserve)
+        gathered = lane_rows.stays(uses.reads, kept, weights=True)
+        gathers: list[lane_rows.Issued] = []
+        frees: list[lane_rows.Issued] = []
+        if asked.weights_sharded:
+            sizes = uses.units.weight_bytes
+            moments = lane_rows.gather_moments(gathered, sizes, bound, overlap=asked.overlap_gather)
+            gathers = [(moment, ir.UNSHARD, stay) for moment, stay in zip(moments, gathered, strict=True)]
+            frees = [(stay.last + 1, ir.RESHARD, stay) for stay in gathered]
+        elif asked.gathers_once and not forward_only:
+            gathers = [(0, ir.UNSHARD, stay) for stay in gathered]
+        reduced = lane_rows.reductions(uses, asked, kept)
+        groups: Groups = [[] for _ in uses.adds]
+        for _, kind, stay in reduced:
+            if kind == ir.REDUCE:
+                groups[stay.unit].append(Counter(use.begin[1] for use in stay.uses))
+        # Computations wait for gathers sooner than for reductions, which come first where what is gathered has no room
+        # before older ones are waited for.
+        behind = (*reduced, *gathers) if reserve.reduced_first else (*gathers, *reduced)
+        return lane_rows.written(uses, (*frees, *behind)), groups
+
+    def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
+        """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""
+        asked, count = self.residency, uses.num_moments
+        budget = 0.0 if asked.budget is None else float(asked.budget[uses.units.rank])
+        room = math.inf if asked.policy == "step" else budget
+        kept = kept_gaps(uses, asked, [room * (1 - reserve.share)] * count, self.grouping)
+        beyond: Sequence[float] = [room] * count
+        if asked.policy == "backward":
+            beyond = bytes_kept(count, kept, weights=True)
+        elif asked.grads_sharded and asked.policy == "budget":
+            beyond = [room - used for used in bytes_kept(count, kept, weights=False)]
+        ahead = asked.ahead_of(uses.units)
+        return kept, [ahead + one for one in beyond]
+
+    def _within_limit(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
+        """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises PlanError where
+        even the least is too much."""
+        asked, units, count, rank = self.residency, uses.units, uses.num_moments, uses.units.rank
+        assert asked.limit is not None
+        free = self._room(uses, asked.limit[rank])
+        reads = _in_use(uses.reads, units.weight_bytes, count) if asked.weights_sharded else [0] * count
+        ahead = asked.ahead_of(units) if asked.weights_sharded else 0
+        spare = [max(0, ahead - one) if reserve.ahead and asked.overlap_gather else 0 for one in reads]
+        most = float("inf") if asked.budget is None else float(asked.budget[rank])
+
+        def to_keep(room: Sequence[float]) -> list[float]:
+            left = zip(room, spare, strict=True)
+            return [(1 - reserve.share) * max(0.0, min(most, one - more)) for one, more in left]
+
+        def over(held: Sequence[int]) -> list[float]:
+            """By moment, what is read and whole gradients are beyond the room."""
+            return [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
+
+        least = kept_gaps(uses, asked, [0.0] * count, self.grouping)
+        kept, held = least, self._gradients(uses, least, reserve)
+        if asked.grads_sharded:
+            other = held if reserve.under_way else _in_use(uses.adds, units.grad_bytes, count)
+            room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
+            for attempt in range(_TRIES):
+                kept = kept_gaps(uses, asked, to_keep(room), self.grouping, grads_alone=reserve.grads_first)
+                held = self._gradients(uses, kept, reserve)
+                if max(over(held), default=0) <= 0:
+                    break
+                taken = bytes_by_moment(count, (gap[:3] for gap in kept))
+                for moment, more in enumerate(over(held)):
+                    for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
+                        room[one] = min(room[one], spare[one] + taken[one]) - more
+            else:
+                kept, held = least, self._gradients(uses, least, reserve)
+        beyond = max(over(held), default=0.0)
+        if beyond > 0:
+            held_in_all = size_text(asked.limit[rank] + beyond)
+            raise PlanError(f"rank {rank} holds {held_in_all}, the limit is {size_text(asked.limit[rank])}")
+        bound = [one - more for one, more in zip(free, held, strict=True)]
+        if asked.budget is not None:
+            grads = bytes_kept(count, kept, weights=False)
+            bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
+        if asked.weights_sharded:
+            room = [one - read for one, read in zip(bound, reads, strict=True)]
+            kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps[0], to_keep(room))
+        return kept, bound
+
+    def _room(self, uses: RowUses, limit: float) -> list[float]:
+        """By moment, bytes of a limit that states at rest and activations leave: C(t) of
+        docs/design/007-one-plan.md."""
+        ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
+        held = activations(uses.row, self.costs, forward_only=self.plan.forward_only)
+        room: list[float] = []
+        for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
+            room += [limit - uses.units.shard_bytes - used] * (end - first)
+        return room
+
+    def _gradients(self, uses: RowUses, kept: set[Gap], reserve: Reserve) -> list[int]:
+        """By moment, what whole gradients and those under way take."""
+        if not self.residency.grads_sharded:
+            return [0] * uses.num_moments
+        reduced = lane_rows.reductions(uses, self.residency, kept)
+        return lane_rows.gradients_held(uses, reduced, reduced_first=reserve.reduced_first)
+
+
+def _in_use(spans: Sequence[Sequence[Span]], sizes: Sequence[int], count: int) -> list[int]:
+    """By moment, bytes of what is used."""
+    every = zip(spans, sizes, strict=True)
+    return bytes_by_moment(count, ((one.first, one.last + 1, size) for mine, size in every for one in mine))
