@@ -52,7 +52,9 @@ class GPTDatasetConfig:
     def spec(self, mock: bool) -> GPTDatasetSpec:
         """Ours. Raises DataError for what contradicts itself, ValueError without a tokenizer."""
         if self.tokenizer is None:
-            raise ValueError("GPTDatasetConfig(tokenizer=...): give one with vocab_size and eod, such as NullTokenizer")
+            raise ValueError(
+                "GPTDatasetConfig(tokenizer=...): give one with vocab_size and eod, such as NullTokenizer"
+            )
         eod = int(self.tokenizer.eod)
         pad = getattr(self.tokenizer, "pad", None)
         sample = SampleFormat(
@@ -135,7 +137,11 @@ class BlendedMegatronDatasetBuilder:
             return [None, None, None]
         made = build_train_valid_test_datasets(self._config.spec(self._cls.mock), self._sizes)
         return [
-            [self._cls(inner) for inner in one] if isinstance(one, list) else None if one is None else self._cls(one)
+            [self._cls(inner) for inner in one]
+            if isinstance(one, list)
+            else None
+            if one is None
+            else self._cls(one)
             for one in made
         ]
 

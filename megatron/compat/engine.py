@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from megatron.compat import parallel_state
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel as Engine
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig as EngineConfig
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig as EngineConfig,
+)
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
@@ -158,7 +160,9 @@ def finalize_model_grads(model: Sequence[nn.Module], num_tokens: Tensor | None =
     over tokens; gradients are divided by those of all ranks. Communicates over dp, tp and embedding."""
     wrapped = [one for one in model if isinstance(one, DistributedDataParallel)]
     if len(wrapped) != len(model):
-        raise ValueError("finalize_model_grads: wrap the model in DistributedDataParallel, whose gradients these are")
+        raise ValueError(
+            "finalize_model_grads: wrap the model in DistributedDataParallel, whose gradients these are"
+        )
     for one in wrapped:
         one.finish_grad_sync()
     per_token = getattr(wrapped[0].config, "calculate_per_token_loss", False)
@@ -171,7 +175,13 @@ def finalize_model_grads(model: Sequence[nn.Module], num_tokens: Tensor | None =
 
 
 _OPTIMIZER_FIELDS = {one.name for one in dataclasses.fields(OurOptimizerConfig)}
-_NO_EFFECT = {"params_dtype", "use_distributed_optimizer", "overlap_param_gather", "timers", "barrier_with_L1_time"}
+_NO_EFFECT = {
+    "params_dtype",
+    "use_distributed_optimizer",
+    "overlap_param_gather",
+    "timers",
+    "barrier_with_L1_time",
+}
 
 
 class OptimizerConfig:
@@ -180,7 +190,9 @@ class OptimizerConfig:
     def __init__(self, **values: Any) -> None:
         unknown = sorted(values.keys() - _OPTIMIZER_FIELDS - _NO_EFFECT)
         if asked := [name for name in unknown if values[name] not in (None, False)]:
-            raise ValueError(f"OptimizerConfig({', '.join(asked)}): not here; leave it out, docs/flags.md says why")
+            raise ValueError(
+                f"OptimizerConfig({', '.join(asked)}): not here; leave it out, docs/flags.md says why"
+            )
         vars(self).update({one.name: one.default for one in dataclasses.fields(OurOptimizerConfig)})
         vars(self).update(values)
 
@@ -246,8 +258,12 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """The optimizer of a wrapped model. Raises ValueError for more chunks than one, and for conditions by parameter."""
     if any(one is not None for one in args) or any(value not in (None, 1.0) for value in kwargs.values()):
-        raise ValueError(f"get_megatron_optimizer: {sorted(kwargs) or 'conditions'}: not here; decoupled_lr is")
+        raise ValueError(
+            f"get_megatron_optimizer: {sorted(kwargs) or 'conditions'}: not here; decoupled_lr is"
+        )
     first, *more = model_chunks
     if more or not isinstance(first, DistributedDataParallel):
-        raise ValueError("get_megatron_optimizer takes one chunk wrapped in DistributedDataParallel; pretrain() has more")
+        raise ValueError(
+            "get_megatron_optimizer takes one chunk wrapped in DistributedDataParallel; pretrain() has more"
+        )
     return MegatronOptimizer(config, first)

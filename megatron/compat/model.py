@@ -25,7 +25,13 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.transformer_config import TransformerConfig as OurTransformerConfig
 from megatron.training.config.flag_table import FlagState, flag_table
 
-__all__ = ["GPTModel", "ModuleSpec", "TransformerConfig", "get_gpt_layer_local_spec", "get_gpt_decoder_block_spec"]
+__all__ = [
+    "GPTModel",
+    "ModuleSpec",
+    "TransformerConfig",
+    "get_gpt_decoder_block_spec",
+    "get_gpt_layer_local_spec",
+]
 
 # Names of Megatron's fields for those of ours, and fields that only a Python caller sets.
 _ALIASES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
@@ -132,7 +138,10 @@ TransformerConfig = dataclasses.make_dataclass(
     "TransformerConfig",
     [(name, Any, dataclasses.field(default=value)) for name, value in _fields().items()],
     bases=(_Base,),
-    namespace={"__doc__": "Shape, arithmetic and parallelism of a model, under Megatron's names.", "__module__": __name__},
+    namespace={
+        "__doc__": "Shape, arithmetic and parallelism of a model, under Megatron's names.",
+        "__module__": __name__,
+    },
 )
 
 
@@ -146,13 +155,21 @@ class ModuleSpec:
 def get_gpt_layer_local_spec(num_experts: int | None = None, **others: Any) -> ModuleSpec:
     """The layers of this framework. Raises ValueError for experts and latent attention."""
     asked = {"num_experts": num_experts, **others}
-    told = {name: value for name, value in asked.items() if value and name in ("num_experts", "multi_latent_attention")}
+    told = {
+        name: value
+        for name, value in asked.items()
+        if value and name in ("num_experts", "multi_latent_attention")
+    }
     if told:
-        raise ValueError(f"get_gpt_layer_local_spec({told}): not here, planned in docs/roadmap.md; leave it out")
+        raise ValueError(
+            f"get_gpt_layer_local_spec({told}): not here, planned in docs/roadmap.md; leave it out"
+        )
     return ModuleSpec()
 
 
-def get_gpt_decoder_block_spec(config: Any, use_transformer_engine: bool = False, **others: Any) -> ModuleSpec:
+def get_gpt_decoder_block_spec(
+    config: Any, use_transformer_engine: bool = False, **others: Any
+) -> ModuleSpec:
     """The same, for all layers of a model."""
     if use_transformer_engine:
         raise ValueError("use_transformer_engine=True: not here, planned in docs/roadmap.md; pass False")
@@ -211,15 +228,23 @@ class GPTModel(OurGPTModel):
         **others: Any,
     ) -> None:
         if not isinstance(transformer_layer_spec, ModuleSpec):
-            raise ValueError("transformer_layer_spec: use get_gpt_layer_local_spec(); layers of other makers are not built")
-        asked = {name: value for name, value in others.items() if value is not None and name != "pg_collection"}
+            raise ValueError(
+                "transformer_layer_spec: use get_gpt_layer_local_spec(); layers of other makers are not built"
+            )
+        asked = {
+            name: value for name, value in others.items() if value is not None and name != "pg_collection"
+        }
         if fp16_lm_cross_entropy or asked:
             told = sorted([*asked, *["fp16_lm_cross_entropy"] * fp16_lm_cross_entropy])
             raise ValueError(f"GPTModel({', '.join(told)}): not here; leave it out, docs/megatron_compat.md")
         ps, parallel = parallel_state.current(), _parallel_of(config)
         chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         stages = split_stages(parallel, config.num_layers, chunks=chunks)
-        chunk = vp_stage if vp_stage is not None else parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+        chunk = (
+            vp_stage
+            if vp_stage is not None
+            else parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+        )
         inner = config.model_config(
             seq_length=max_sequence_length,
             max_position_embeddings=max_sequence_length,
@@ -275,7 +300,9 @@ class GPTModel(OurGPTModel):
     ) -> dict[str, ShardedTensor]:
         """By name, this rank's part of every parameter: for `dist_checkpointing`."""
         parameters = dict(self.named_parameters())
-        return {prefix + name: ShardedTensor(meta, parameters[name]) for name, meta in self.param_meta.items()}
+        return {
+            prefix + name: ShardedTensor(meta, parameters[name]) for name, meta in self.param_meta.items()
+        }
 
 
 def _parallel_of(config: Any) -> ModelParallelConfig:

@@ -48,7 +48,7 @@ def table() -> dict[str, list[Row]]:
 def look_up(path: str, name: str) -> Any:
     """What Megatron has under this name. Raises ImportError that says what to use; AttributeError for private names."""
     rows = table().get(path, [])
-    if (home := next((row.home for row in rows if row.name == name and row.home), "")):
+    if home := next((row.home for row in rows if row.name == name and row.home), ""):
         return _at(home)
     if name.startswith("_"):
         raise AttributeError(f"module {path!r} has no attribute {name!r}")

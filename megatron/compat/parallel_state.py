@@ -40,9 +40,7 @@ def initialize_model_parallel(
     """
     _refuse(others)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    grid = dense_grid(
-        world, tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size, order=order
-    )
+    grid = dense_grid(world, tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size, order=order)
     device = device_in_use("cpu" if world == 1 or dist.get_backend() == "gloo" else None)
     _State.ps = ours.make_parallel_state(
         grid,

@@ -24,7 +24,9 @@ from megatron.training.run.step_batches import StepBatches
 __all__ = ["get_forward_backward_func", "get_model_config", "unwrap_model"]
 
 _CHANNELS: weakref.WeakKeyDictionary[nn.Module, P2P] = weakref.WeakKeyDictionary()  # of a model's first chunk
-_STEPS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # how many it has run: keys dropout
+_STEPS: weakref.WeakKeyDictionary[nn.Module, int] = (
+    weakref.WeakKeyDictionary()
+)  # how many it has run: keys dropout
 
 
 def unwrap_model(model: Any) -> Any:
@@ -39,7 +41,9 @@ def get_model_config(model: nn.Module) -> Any:
     return unwrap_model(model).config
 
 
-def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None
+) -> Callable[..., list[Any]]:
     """What runs the microbatches of a step; of 1F1B with several stages, interleaved with several chunks a rank."""
     return forward_backward
 

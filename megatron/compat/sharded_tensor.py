@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.compat import parallel_state
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.save import save as save_pieces
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.param_meta import ParamMeta
 
@@ -42,7 +42,9 @@ def _walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _pieces(tree: Mapping[str, Any]) -> list[LocalPiece]:
-    return [piece for path, one in _walk(tree) if isinstance(one, ShardedTensor) for piece in _named(path, one)]
+    return [
+        piece for path, one in _walk(tree) if isinstance(one, ShardedTensor) for piece in _named(path, one)
+    ]
 
 
 def _named(path: str, one: ShardedTensor) -> list[LocalPiece]:
@@ -50,16 +52,22 @@ def _named(path: str, one: ShardedTensor) -> list[LocalPiece]:
     return pieces_of(prefix, one.meta, one.data)
 
 
-def save(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> None:
+def save(
+    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path, *args: Any, **kwargs: Any
+) -> None:
     """Write a folder that `load` reads under any layout, in this framework's format (docs/checkpoints.md).
 
     Values that are no tensors have to be JSON. Communicates over the world. Raises CheckpointError.
     """
     common = {path: one for path, one in _walk(sharded_state_dict) if not isinstance(one, ShardedTensor)}
-    save_pieces(checkpoint_dir, 0, _pieces(sharded_state_dict), {"values": common}, {}, parallel_state.current())
+    save_pieces(
+        checkpoint_dir, 0, _pieces(sharded_state_dict), {"values": common}, {}, parallel_state.current()
+    )
 
 
-def load(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def load(
+    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     """The same tree with what was saved: tensors are filled in place. Communicates over the world.
 
     Raises CheckpointError where the folder has no checkpoint, or one of another model.

@@ -122,13 +122,19 @@ def gather_from_sequence_parallel_region(
     return _gather_summing(input_) if tensor_parallel_output_grad else _gather_sequence(input_)
 
 
-def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
     """Losses [...] of logits [..., v/tp], which are consumed, and ids [...]. Communicates over tp."""
     assert not label_smoothing, f"label_smoothing {label_smoothing} is not here: leave it out"
-    return our_cross_entropy(vocab_parallel_logits, target, TensorParallel.of(parallel_state.current(), False))
+    return our_cross_entropy(
+        vocab_parallel_logits, target, TensorParallel.of(parallel_state.current(), False)
+    )
 
 
-def broadcast_data(keys: Sequence[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
+def broadcast_data(
+    keys: Sequence[str], data: dict[str, Tensor] | None, datatype: torch.dtype
+) -> dict[str, Tensor]:
     """The first tensor parallel rank's tensors, on all of them. Communicates over tp, and its shapes before."""
     ps = parallel_state.current()
     told = None if ps.tp_rank or data is None else [list(data[key].shape) for key in keys]
@@ -190,11 +196,15 @@ def model_parallel_cuda_manual_seed(seed: int, *unused: Any, **also: Any) -> Non
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Run now, run again in the backward. Raises ValueError for activations that are to be divided over ranks."""
     if distribute_saved_activations:
-        raise ValueError("tensor_parallel.checkpoint(distribute_saved_activations=True): not here; pass False")
+        raise ValueError(
+            "tensor_parallel.checkpoint(distribute_saved_activations=True): not here; pass False"
+        )
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
-def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int = 1) -> None:
+def set_tensor_model_parallel_attributes(
+    tensor: Tensor, is_parallel: bool, dim: int, stride: int = 1
+) -> None:
     """Say which dim of a parameter is divided over tp."""
     vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
@@ -222,14 +232,20 @@ class _Linear(nn.Module):
     ) -> None:
         super().__init__()
         ps, shape = parallel_state.current(), [output_size, input_size]
-        assert shape[self.cut] % ps.tp_size == 0, f"{shape[self.cut]} features over {ps.tp_size} tensor parallel ranks"
+        assert shape[self.cut] % ps.tp_size == 0, (
+            f"{shape[self.cut]} features over {ps.tp_size} tensor parallel ranks"
+        )
         whole = torch.empty(shape, dtype=config.params_dtype)
         (init_method or (lambda w: nn.init.normal_(w, std=config.init_method_std)))(whole)
         part = whole.chunk(ps.tp_size, self.cut)[ps.tp_rank].clone().to(ps.device.torch_device)
         self.weight = nn.Parameter(part)
         set_tensor_model_parallel_attributes(self.weight, ps.tp_size > 1, self.cut)
         features = output_size if self.cut else output_size // ps.tp_size
-        self.bias = nn.Parameter(torch.zeros(features, dtype=config.params_dtype, device=part.device)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.zeros(features, dtype=config.params_dtype, device=part.device))
+            if bias
+            else None
+        )
         self.skip_bias_add = skip_bias_add
 
     def _end(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -269,7 +285,9 @@ class RowParallelLinear(_Linear):
 class VocabParallelEmbedding(nn.Module):
     """ids [...] -> [..., h]; a rank holds rows [v/tp, h] of the table."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, config: Any, init_method: Any = None, **others: Any):
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, config: Any, init_method: Any = None, **others: Any
+    ):
         super().__init__()
         ps = parallel_state.current()
         self.rows = math.ceil(num_embeddings / ps.tp_size)

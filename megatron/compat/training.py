@@ -47,8 +47,13 @@ def initialize_megatron(
     ignore_unknown_args, as no flag is dropped here.
     """
     if ignore_unknown_args:
-        raise ValueError("initialize_megatron(ignore_unknown_args=True): declare them by extra_args_provider instead")
-    config, env = launch_config(extra_args_provider=extra_args_provider, args_defaults=args_defaults), LaunchEnv.read()
+        raise ValueError(
+            "initialize_megatron(ignore_unknown_args=True): declare them by extra_args_provider instead"
+        )
+    config, env = (
+        launch_config(extra_args_provider=extra_args_provider, args_defaults=args_defaults),
+        LaunchEnv.read(),
+    )
     kind = "cpu" if config.parallel.distributed_backend == "gloo" else None
     here = device.current_device(env.local_rank, kind=kind)
     device.set_threads(env.local_world_size, threads=config.training.threads_per_rank)
@@ -65,7 +70,9 @@ def initialize_megatron(
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    global_vars.set_global_variables({**config.flat(), **config.extra}, rank=env.rank, world_size=env.world_size)
+    global_vars.set_global_variables(
+        {**config.flat(), **config.extra}, rank=env.rank, world_size=env.world_size
+    )
     global_vars.provide(config=config, device=here, tokenizer=build_from_config(config.tokenizer))
     ramp = config.training.rampup_batch_size
     calculator.init_num_microbatches_calculator(
@@ -86,9 +93,15 @@ def _model_pieces(model: Sequence[nn.Module]) -> list[LocalPiece]:
             continue
         inner = unwrap_model(one)
         if not isinstance(inner, MegatronModule):
-            raise ValueError(f"{type(inner).__name__}: wrap it in DistributedDataParallel, which knows its parameters")
+            raise ValueError(
+                f"{type(inner).__name__}: wrap it in DistributedDataParallel, which knows its parameters"
+            )
         parameters = dict(inner.named_parameters())
-        pieces += [piece for name, meta in inner.param_meta.items() for piece in pieces_of("model", meta, parameters[name])]
+        pieces += [
+            piece
+            for name, meta in inner.param_meta.items()
+            for piece in pieces_of("model", meta, parameters[name])
+        ]
     return pieces
 
 
@@ -102,7 +115,10 @@ def save_checkpoint(
     **also: Any,
 ) -> None:
     """Into `--save` of `get_args()`: weights, optimizer, scheduler. Communicates over the world."""
-    common = {"iteration": iteration, "num_floating_point_operations_so_far": num_floating_point_operations_so_far}
+    common = {
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+    }
     pieces = _model_pieces(model)
     if optimizer is not None:
         pieces += optimizer.inner.pieces()
@@ -137,7 +153,9 @@ def load_checkpoint(
                 one.engine.buffer.copy_weights_to_main()
     if optimizer is not None:
         if "loop" not in common:
-            raise CheckpointError(f"{found.directory}: of pretrain(), which resumes it; here it is loaded without optimizer")
+            raise CheckpointError(
+                f"{found.directory}: of pretrain(), which resumes it; here it is loaded without optimizer"
+            )
         optimizer.load_state_dict(common["loop"])
     if opt_param_scheduler is not None and "scheduler" in common:
         opt_param_scheduler.load_state_dict(common["scheduler"])

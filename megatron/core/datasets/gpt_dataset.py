@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-<<<<<<< HEAD
 import importlib
-from typing import Any, Protocol
-=======
 from typing import Any
->>>>>>> lead
 
 import numpy as np
 from numpy.typing import NDArray
