@@ -117,8 +117,7 @@ class IndexCache:
                     file.write(part)
             files[name] = digest.hexdigest()
         safe_files.remove_leftovers(self.description_path)
-        description = {"key": self.key, "corpus": self.corpus, "files": files}
-        text = json.dumps(description, indent=4) + "\n"
+        text = json.dumps({"key": self.key, "corpus": self.corpus, "files": files}, indent=4) + "\n"
         safe_files.publish_text(self.description_path, text, mode=safe_files.SHARED_MODE)
 
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -54,13 +54,31 @@ def no_guard() -> None:
     """For callers who are alone in their folder."""
 
 
-def save(*content: Any, **options: Any) -> Path:
-    """Write `iter_<iteration>/` in a folder and commit it; the directory, on every rank. Arguments: as `PendingSave`'s.
+class SaveOptions(TypedDict, total=False):
+    """Keywords of `PendingSave`, which says what they mean."""
+
+    retain_interval: int | None
+    owned: Collection[int] | None
+    cache: PlanCache | None
+    log: Log
+    guard: Guard
+
+
+def save(
+    root: str | Path,
+    iteration: int,
+    pieces: Sequence[LocalPiece],
+    common: Mapping[str, Any],
+    per_rank: Mapping[str, Any],
+    ps: ParallelState | None = None,
+    **options: Unpack[SaveOptions],
+) -> Path:
+    """Write `iter_<iteration>/` in `root` and commit it; the directory, on every rank. Arguments: as `PendingSave`'s.
 
     Communicates over the whole world. Raises CheckpointError on all ranks together, with nothing left behind
     and older checkpoints untouched.
     """
-    pending = PendingSave(*content, **options)
+    pending = PendingSave(root, iteration, pieces, common, per_rank, ps, **options)
     with step() as outcome:
         outcome.value = pending.write()
     return pending.commit(outcome)
@@ -259,7 +277,16 @@ class AsyncSaver:
         """The iteration being written. The same on every rank."""
         return None if self._pending is None else self._pending.iteration
 
-    def save(self, root: str | Path, iteration: int, *content: Any, **options: Any) -> Path | None:
+    def save(
+        self,
+        root: str | Path,
+        iteration: int,
+        pieces: Sequence[LocalPiece],
+        common: Mapping[str, Any],
+        per_rank: Mapping[str, Any],
+        ps: ParallelState | None = None,
+        **options: Unpack[SaveOptions],
+    ) -> Path | None:
         """Copy the state and start writing it. Arguments: as `PendingSave`'s; tensors may change once this returns.
 
         Returns the directory of an earlier save if it had to be waited for. Communicates over the whole world.
@@ -268,8 +295,8 @@ class AsyncSaver:
             before = f"before starting that of {iteration}"
             self._log(f"waiting for the save of iteration {self.in_flight} {before}")
         earlier = self.maybe_finalize(blocking=True)
-        options |= {"log": self._log, "guard": self._guard}
-        pending = PendingSave(root, iteration, *content, **options)
+        asked: SaveOptions = {**options, "log": self._log, "guard": self._guard}
+        pending = PendingSave(root, iteration, pieces, common, per_rank, ps, **asked)
         self._buffer = pending.snapshot(self._buffer)
         self._pending, self._written = pending, Future()
         # A daemon: a process that stops at once leaves only a temporary directory.

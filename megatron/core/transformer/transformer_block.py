@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.tensor_parallel.sink_module import LayerFactory
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Angles, InferenceCache, SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
@@ -33,9 +32,15 @@ class TransformerLayer(nn.Module):
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
 
-    def forward(self, x: Tensor, *seen: Any) -> Tensor:
-        """seen: mask, angles and cache, as of `SelfAttention.forward`."""
-        attended = self.self_attention(self.input_layernorm(x), *seen)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        angles: Angles | None = None,
+        inference_cache: InferenceCache | None = None,
+    ) -> Tensor:
+        """mask: bool [b or 1, 1, s, s], True = masked, None = causal. angles: of rotary positions."""
+        attended = self.self_attention(self.input_layernorm(x), mask, angles, inference_cache)
         x = self._add(x, attended, self.attention_site)
         return self._add(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_site)
 
@@ -67,14 +72,20 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = Norm(config, config.hidden_size, norm) if final_norm else None
         self.chunks = config.recompute_chunks(len(layers))
 
-    def forward(self, x: Tensor, *seen: Any) -> Tensor:
-        """seen: mask, angles and cache, as of `SelfAttention.forward`."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        angles: Angles | None = None,
+        inference_cache: InferenceCache | None = None,
+    ) -> Tensor:
+        """mask: bool [b or 1, 1, s, s], True = masked, None = causal. angles: of rotary positions."""
         layers = list(self.layers.values())
         for first, end, dropped in self.chunks:
 
             def run(x: Tensor, part: Sequence[nn.Module] = tuple(layers[first:end])) -> Tensor:
                 for layer in part:
-                    x = layer(x, *seen)
+                    x = layer(x, mask, angles, inference_cache)
                 return x
 
             if dropped and self.training:

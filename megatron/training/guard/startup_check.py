@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import socket
 import time
 from collections import Counter
@@ -77,17 +78,16 @@ class Meeting:
             raise PeerLostError(_OP, "default", self._everyone, self.rank, waited_s, why)
         return str(verdict["unlike"])
 
-    def _come(self, mine: Mapping[str, str], texts: Mapping[str, str]) -> dict[str, Any] | None:
+    def _come(self, facts: Mapping[str, str], texts: Mapping[str, str]) -> dict[str, Any] | None:
         """Say who this is; a verdict where there cannot be any other."""
         store, rank, size = self._store, self.rank, len(self._everyone)
-        number = store.add(f"came/{rank}", 1)
         who = f"process {os.getpid()} on {socket.gethostname()}"
-        store.set(f"who/{rank}/{number}", who)
+        mine = f"{secrets.token_hex(8)} {who}"  # containers of one host can share process ids
+        first = store.compare_set(f"came/{rank}", "", mine).decode()
         store.add("arrived", 1)
-        if number > 1:
-            other = f"who/{rank}/{number - 1}"
-            named = store.get(other).decode() if store.check([other]) else "another"
-            return self._object(f"RANK={rank} was given to two processes of one launch: {named}, and {who}")
+        if first != mine:
+            other = first.partition(" ")[2]
+            return self._object(f"RANK={rank} was given to two processes of one launch: {other}, and {who}")
         if rank == 0:
             store.set("world size", str(size))
         elif (missing := self._wait_for("world size")) is not None:
@@ -97,7 +97,7 @@ class Meeting:
         for name, text in texts.items():
             if not store.check([f"text/{name}"]):
                 store.set(f"text/{name}", text)
-        store.set(f"facts/{rank}", json.dumps(dict(mine)))
+        store.set(f"facts/{rank}", json.dumps(dict(facts)))
         store.add("present", 1)
         return None
 

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import AsyncSaver, Guard, Log, no_guard, no_log, save
+from megatron.core.dist_checkpointing.save import AsyncSaver, Guard, Log, SaveOptions, no_guard, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transformer.transformer_config import ACTIVATIONS
@@ -117,7 +117,7 @@ class Checkpointer:
         per_rank = {} if flags.no_save_rng else {"rng": rng_state(self._ps.device)}
         self._say(metrics.SAVING.format(iteration=iteration, directory=root, format="torch_dist"))
         content = root, iteration, pieces, common, per_rank, self._ps
-        options: dict[str, Any] = {"retain_interval": flags.save_retain_interval, "owned": self._owned}
+        options: SaveOptions = {"retain_interval": flags.save_retain_interval, "owned": self._owned}
         options |= {"cache": self._cache, "log": self._log, "guard": self._guard}
         if not flags.async_save:
             directory = save(*content, **options)

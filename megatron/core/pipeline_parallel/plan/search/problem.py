@@ -104,17 +104,13 @@ def limits_of(
 
 def peaks(problem: OrderProblem, order: Order) -> list[float]:
     """By rank: the most that it holds, in program order."""
-    num_stages, activation, held_after_b = (
-        problem.num_stages,
-        problem.costs.activation,
-        problem.costs.held_after_b,
-    )
+    costs = problem.costs
     change = (
-        list(activation)
-        + [h - a for a, h in zip(activation, held_after_b, strict=True)]
-        + [-h for h in held_after_b]
+        *costs.activation,
+        *(h - a for a, h in zip(costs.activation, costs.held_after_b, strict=True)),
+        *(-h for h in costs.held_after_b),
     )
-    assert len(change) == 3 * num_stages
+    assert len(change) == 3 * problem.num_stages, (len(change), problem.num_stages)
     return [max(itertools.accumulate((change[code] for code in row), initial=0.0)) for row in order]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
-from megatron.core.pipeline_parallel.plan.search.compaction import Compactor
+from megatron.core.pipeline_parallel.plan.search.compaction import COOLING, Compactor
 from megatron.core.pipeline_parallel.plan.search.improve import Improver
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
@@ -20,9 +20,7 @@ from megatron.core.pipeline_parallel.plan.search.starts import Start, starts
 
 # Operations that compaction may visit, three microseconds each. Not time: every rank must come to the same plan.
 _VISITS = 600_000
-# How much of an operation may stick out of the gap that it fills; what is delayed by it may gain elsewhere.
-_GIVES = (0.0, 0.5)
-_ROUNDS = 3
+# Orders that single moves improve (each from a different one), and that are tried longer.
 _FINALISTS = 6
 # Single moves find what no filled gap does on few operations alone: P = 3, M = 6 and below, by the proved optima.
 _MOST_MOVED_OPS = 600
@@ -76,37 +74,35 @@ class Search:
         return any(one.cost <= self.bound + slack(self.bound) for one in self.found)
 
     def run(self, visits: int) -> None:
-        """Make the starts, and compact the best ones first, for as long as visits are left."""
-        each = self.problem.num_ops
+        """Make the starts, squeeze them, then cool them one by one for as long as visits are left."""
+        each = 2 * self.problem.num_ops
+        visits = max(visits, 2 * each)  # the best start is squeezed, however long it takes
+        made = []
         for start in starts(self.problem):
-            self.add(start, start.make(self.problem))
+            found = self.add(start, start.make(self.problem))
             if self.is_done():
                 return
-        firsts = self.ranking
-        for rounds, give, count in (
-            (1, 0.0, len(firsts)),
-            (_ROUNDS, 0.5, _FINALISTS),
-            (_ROUNDS, 0.0, _FINALISTS),
-        ):
-            for one in (firsts if rounds == 1 else self.ranking)[:count]:
-                if visits <= 0 or self.is_done():
+            if found is not None:
+                made.append(found)
+        for gives, firsts in (((0.0, 0.0), self.ranking), (COOLING, made)):
+            for one in firsts:
+                visits -= len(gives) * each
+                if visits < 0 or self.is_done():
                     return
-                order, _ = self.compactor.improve(one.order, rounds, give)
-                self.add(one.start, order)
-                visits -= 4 * rounds * each
-        if each <= _MOST_MOVED_OPS:
+                self.add(one.start, self.compactor.improve(one.order, gives))
+        if self.problem.num_ops <= _MOST_MOVED_OPS:
             self.move()
 
     def move(self) -> None:
-        """Single moves, from the best order of each start."""
+        """Single moves, from the best orders that differ."""
         improver = Improver(self.problem)
-        firsts = {found.start.label: found for found in reversed(self.ranking)}
-        for found in sorted(firsts.values(), key=lambda one: one.merit)[:_FINALISTS]:
+        firsts = {str(found.order): found for found in self.ranking}
+        for found in list(firsts.values())[:_FINALISTS]:
             if self.is_done():
                 return
             moved = self.add(found.start, improver.improve(found.order, _EVALUATIONS))
             if moved is not None and moved.cost < found.cost:
-                self.add(found.start, self.compactor.improve(moved.order, 2, 0.0)[0])
+                self.add(found.start, self.compactor.improve(moved.order, (0.0, 0.0)))
 
 
 def solve(name: str, problem: OrderProblem) -> Solution:
@@ -124,10 +120,12 @@ def solve(name: str, problem: OrderProblem) -> Solution:
     whole = Search(problem)
     expected = search.ranking[0].cost + (total - short) * problem.work / total
     expected += slack(expected)
-    for found in search.ranking[:_FINALISTS]:
+    for found in search.ranking:
         longer = whole.add(found.start, extend(found.order, problem.placement.num_chunks, total - short))
         if longer is not None and longer.cost <= expected:
             return longer
+        if len(whole.found) == _FINALISTS:
+            break
     # Memory makes each further microbatch take more than its work, or nothing settles within the short problem.
     for start in list(dict.fromkeys(found.start for found in search.ranking))[:_FINALISTS]:
         whole.add(start, start.make(problem))
@@ -136,9 +134,12 @@ def solve(name: str, problem: OrderProblem) -> Solution:
 
 
 def short_length(problem: OrderProblem) -> int:
-    """How many microbatches are solved in place of all: enough for a start, a steady state and an end."""
-    per_rank = 4 if problem.placement.num_chunks == 1 else 2
-    short = per_rank * problem.placement.num_ranks + 16
+    """How many microbatches are solved in place of all: enough for a start, a steady state and an end; and 8 a rank, in
+    which these can overlap, where several coolings of so many are affordable."""
+    num_ranks, num_chunks = problem.placement.num_ranks, problem.placement.num_chunks
+    short = (4 if num_chunks == 1 else 2) * num_ranks + 16
+    several = 4 * len(COOLING) * problem.of_length(8 * num_ranks).num_ops <= _VISITS
+    short = max(short, 8 * num_ranks) if several else short
     return short if problem.num_microbatches > short + short // 4 else problem.num_microbatches
 
 

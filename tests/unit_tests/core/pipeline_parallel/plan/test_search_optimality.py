@@ -158,16 +158,10 @@ def random_problem(rng, shares=(0, 0.3, 1)):
     return placement, rng.choice(lengths), costs, limits
 
 
-# Seed -> the same.
-RANDOM_GAPS = {13: (28.57, 28.4)}
-
-
 @pytest.mark.parametrize("seeds", [range(20), range(20, 40), range(40, 52)], ids=str)
 def test_the_search_finds_the_optimum_of_uneven_problems(seeds):
     for seed in seeds:
         growing = {"shares": (0.3, 1.3, 2.5)} if seed >= 40 else {}
         problem = random_problem(random.Random(seed), **growing)
         cost, best = compare(*problem)
-        searched, proved = RANDOM_GAPS.get(seed, (best, best))
-        assert best == pytest.approx(proved, rel=EXACT), seed
-        assert cost <= searched * (1 + EXACT), (seed, cost, best, problem)
+        assert cost <= best * (1 + EXACT), (seed, cost, best, problem)

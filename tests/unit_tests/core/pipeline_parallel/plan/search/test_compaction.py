@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.blocks import repeat
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
-from megatron.core.pipeline_parallel.plan.search.compaction import Compactor, fill
+from megatron.core.pipeline_parallel.plan.search.compaction import COOLING, Compactor, fill
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.search.starts import v_block
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -25,9 +25,9 @@ def test_a_v_min_block_grows_into_its_memory(limit, bubble):
     """Every half stage of memory takes half a stage from the bubble, in units of F + B + W of a rank."""
     problem = v_problem(8, 24, limit)
     order = v_block(8, half=False).order(problem)
-    squeezed, times = Compactor(problem).improve(order, 4)
+    squeezed = Compactor(problem).improve(order, (0.0,) * 4)
     assert fits(problem, squeezed)
-    assert (times.cost - 72) / 3 == pytest.approx(bubble)
+    assert (Clock(problem).times(squeezed).cost - 72) / 3 == pytest.approx(bubble)
     verify(plan_of("squeezed", problem, squeezed), problem.costs)
 
 
@@ -36,8 +36,10 @@ def test_filling_delays_nothing():
     order = repeat(problem, 5.1, (0.0,) * 4).order(problem)
     clock = Clock(problem)
     before = clock.times(order)
-    filled = fill(clock, [5.0 + 1e-9] * 5, order, before, [0.0] * 5)
+    filled, walked = fill(clock, [5.0 + 1e-9] * 5, order, before.starts, [0.0] * 5)
     after = clock.times(filled)
+    assert after.starts == walked.starts
+    assert after.cost == walked.cost
     assert filled != order
     for rank in range(5):
         first, then = ({}, {})
@@ -54,9 +56,9 @@ def test_filling_delays_nothing():
     times=st.tuples(*[st.sampled_from((0.0, 0.5, 1.0, 1.7))] * 3),
     comm=st.sampled_from((0.0, 0.4, 3.0)),
     held=st.sampled_from((0.0, 0.5, 1.0)),
-    give=st.sampled_from((0.0, 0.5)),
+    gives=st.sampled_from(((0.0,) * 3, (0.5,) * 3, COOLING)),
 )
-def test_squeezed_orders_are_right_and_no_worse(p, m, times, comm, held, give):
+def test_squeezed_orders_are_right_and_no_worse(p, m, times, comm, held, gives):
     placement = Placement("linear", p)
     costs = CostModel.of_ranks(
         placement,
@@ -69,7 +71,8 @@ def test_squeezed_orders_are_right_and_no_worse(p, m, times, comm, held, give):
     problem = OrderProblem(placement, m, costs, (2.0 * p,) * p)
     for order in (zb_h(problem, 2), one_f_one_b(problem)):
         before = Clock(problem).times(order)
-        squeezed, after = Compactor(problem).improve(order, 3, give)
+        squeezed = Compactor(problem).improve(order, gives)
+        after = Clock(problem).times(squeezed)
         assert after.cost <= before.cost * (1 + 1e-9)
         assert fits(problem, squeezed)
         verify(plan_of("squeezed", problem, squeezed), costs)
