@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import numpy as np
@@ -324,7 +323,3 @@ def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_for
 def pad_id(pad: int | None, other_special_ids: frozenset[int]) -> int:
     """The padding id of samples: the tokenizer's, but -1 if it has none or uses it for something else too."""
     return NO_PAD if pad is None or pad in other_special_ids else pad
-
-
-def __getattr__(name: str) -> Any:  # Megatron's names
-    return importlib.import_module("megatron.compat.names").look_up(__name__, name)

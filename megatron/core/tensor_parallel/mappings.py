@@ -7,7 +7,6 @@ residual stream so) or *partial* (`{+tp}`: the sum over the ranks is what is mea
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import torch
@@ -152,7 +151,3 @@ class _GatherVocabulary(torch.autograd.Function):
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
     return logits if tp.size == 1 else _GatherVocabulary.apply(logits, tp)
-
-
-def __getattr__(name: str) -> Any:  # Megatron's names
-    return importlib.import_module("megatron.compat.names").look_up(__name__, name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -131,7 +130,3 @@ def fill_rectangle(
         first, end = max(row_start, start), min(row_end, start + ROW_BLOCK)
         part = tensor[first - row_start : end - row_start]
         part.copy_(values[first - start : end - start, col_start:col_end].reshape(part.shape))
-
-
-def __getattr__(name: str) -> Any:  # Megatron's names
-    return importlib.import_module("megatron.compat.names").look_up(__name__, name)
