@@ -21,7 +21,7 @@ import torch
 from megatron.core.available_memory import available_bytes
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import Sampling, generate
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tokenizers.build import build_from_config
 from megatron.training.config.config import Config
 from megatron.training.guard.exit_status import ExitStatus

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.protocols import UnitListener
 from megatron.core.weight_grad import WeightGradAccumulator
 

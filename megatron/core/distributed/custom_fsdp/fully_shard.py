@@ -23,7 +23,7 @@ from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasti
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
 from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.squared_sums import squared_sums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding import is_contradicted
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import STRATEGIES, goes_with_outer, grads_are_sharded
