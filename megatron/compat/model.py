@@ -1,319 +1,220 @@
-"""Megatron's way to name a model: `TransformerConfig`, a layer spec, and `GPTModel` with its own arguments.
+"""Megatron's configuration classes, its layer spec, and `GPTModel` with its own arguments.
 
-The model is ours; its weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine
-(`DistributedDataParallel`) takes them.
+A field that is a flag of Megatron's has the verdict of the flag table: without effect (a warning), or refused with what
+to use. A name that no release knows is a TypeError, as with every dataclass.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import keyword
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.compat import parallel_state
-from megatron.compat.sharded_tensor import ShardedTensor
+from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
+from megatron.core.distributed import data_parallel_config
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel as OurGPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.stage_layers import split_stages
+from megatron.core.optimizer import optimization_config
 from megatron.core.tensor_parallel.mappings import TensorParallel
-from megatron.core.transformer.transformer_config import TransformerConfig as OurTransformerConfig
+from megatron.core.transformer import model_config
 from megatron.training.config.flag_table import FlagState, flag_table
 
-__all__ = [
-    "GPTModel",
-    "ModuleSpec",
-    "TransformerConfig",
-    "get_gpt_decoder_block_spec",
-    "get_gpt_layer_local_spec",
-]
-
-# Names of Megatron's fields for those of ours, and fields that only a Python caller sets.
-_ALIASES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
-_ACTIVATIONS = {  # (function's name, gated) -> the flag that says so
-    ("gelu", False): None,
-    ("silu", True): "swiglu",
-    ("gelu", True): "geglu",
-    ("quick_gelu", True): "quick_geglu",
-    ("squared_relu", False): "squared_relu",
+_FLAG_OF = {  # Megatron's fields and arguments, where the flag has another name
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_moe_experts": "num_experts",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "bucket_size": "ddp_bucket_size",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
 }
-_CALLER: dict[str, Any] = {
+_ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
+# Fields that are no flags of the group; those without effect are about what is done otherwise here.
+_OF_MODEL = {
     "params_dtype": torch.float32,
-    "pipeline_dtype": None,
-    "autocast_dtype": None,
     "bf16": False,
     "fp16": False,
     "seed": 1234,
-    "use_cpu_initialization": False,
-    "perform_initialization": True,
-    "gated_linear_unit": False,
-    "activation_func": F.gelu,
-    "virtual_pipeline_model_parallel_size": None,
-    "finalize_model_grads_func": None,
-    "grad_scale_func": None,
-    "no_sync_func": None,
-    "grad_sync_func": None,
-    "param_sync_func": None,
-    "timers": None,
-    "variable_seq_lengths": False,
-    "deallocate_pipeline_outputs": False,
-    "batch_p2p_comm": True,
-    "overlap_p2p_comm": False,
+    "num_query_groups": None,
 }
+_OF_MODEL |= {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}
+_OF_MODEL |= dict.fromkeys(("finalize_model_grads_func", "grad_scale_func"))
+_NO_EFFECT = (
+    "pipeline_dtype batch_p2p_comm no_sync_func grad_sync_func param_sync_func timers bias_dropout_fusion "
+    "masked_softmax_fusion persist_layer_norm average_in_collective"
+).split()
 
 
-def _fields() -> dict[str, Any]:
-    """By name, the defaults of everything that a `TransformerConfig` holds."""
-    groups = (ModelParallelConfig, OurTransformerConfig)
-    ours = {one.name: one.default for group in groups for one in dataclasses.fields(group)}  # type: ignore[arg-type]
-    names = {theirs: ours[name] for theirs, name in _ALIASES.items()}
-    return ours | names | _CALLER
+class ConfigFields:
+    """What the classes have in common, which are dataclasses to subclass and write to, as Megatron's."""
 
-
-def _check_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Those that are fields. Warns of fields of Megatron's without effect here, raises TypeError for what no release
-    knows and ValueError for what is not built, with what to use."""
-    known, kept = _fields(), {}
-    for name, value in values.items():
-        entry = flag_table().get({"num_moe_experts": "num_experts"}.get(name, name))
-        if name in known:
-            kept[name] = value
-        elif entry is None:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise TypeError(f"TransformerConfig got an unknown field {name!r}{hint}")
-        elif value not in (None, False) and not entry.asks_for_nothing((str(value),)):
-            if entry.state is not FlagState.INERT:
-                raise ValueError(f"TransformerConfig({name}={value!r}) is not supported: {entry.fix}")
-            warnings.warn(f"TransformerConfig({name}={value!r}) has no effect: {entry.why}", stacklevel=4)
-    return kept
-
-
-class _Checked(type):
-    """Checks the names of values before a dataclass refuses them in its own words."""
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        return super().__call__(*args, **_check_values(values))
-
-
-@dataclasses.dataclass
-class _Base(metaclass=_Checked):
-    """What `TransformerConfig` does with its fields."""
-
-    def model_config(self, **more: Any) -> OurTransformerConfig:
-        """Ours. more: what Megatron says to `GPTModel` instead. Raises ValueError where the activation is none of
-        ours."""
-        v: dict[str, Any] = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)} | more
-        names = {one.name for one in dataclasses.fields(OurTransformerConfig)}
-        given = {name: v[name] for name in names & v.keys()}
-        for theirs, name in _ALIASES.items():
-            if v[theirs] != _fields()[theirs]:
-                given[name] = v[theirs]
-        activation = (v["activation_func"].__name__, bool(v["gated_linear_unit"]))
-        if activation not in _ACTIVATIONS:
-            names_of = sorted({name for name, _ in _ACTIVATIONS})
-            raise ValueError(
-                f"activation_func {activation[0]} with gated_linear_unit {activation[1]}: use one of {names_of}, or a"
-                " flag such as swiglu=True"
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is not built; warns of flags without effect."""
+        for theirs, name in _FLAG_OF.items():
+            if getattr(self, theirs, None) is not None:
+                setattr(self, name, getattr(self, theirs))
+        for one in dataclasses.fields(self):  # type: ignore[arg-type]
+            entry, value = flag_table().get(one.name), getattr(self, one.name)
+            if entry is None or value in (None, False, one.default) or one.name in (*_NO_EFFECT, *_FLAG_OF):
+                continue
+            told, allowed = (
+                f"{type(self).__name__}({one.name}={value!r})",
+                entry.neutral + (entry.allowed or ()),
             )
-        if (flag := _ACTIVATIONS[activation]) is not None:
-            given[flag] = True
-        if v["num_query_groups"] not in (None, 1):
-            given["group_query_attention"] = True
-        return OurTransformerConfig(**given).resolved()
+            if entry.state is FlagState.INERT:
+                warnings.warn(f"{told} has no effect: {entry.why}", stacklevel=4)
+            elif str(value) not in allowed and (entry.state is FlagState.UNSUPPORTED or entry.allowed):
+                raise ValueError(f"{told} is not supported: {entry.fix}")
 
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        """Of `bf16`, `fp16`, else `params_dtype`."""
-        v = vars(self)
-        return torch.bfloat16 if v["bf16"] else torch.float16 if v["fp16"] else v["params_dtype"]
+    def group(self, of: type[Any], **more: Any) -> Any:
+        """Our group of flags with these values. more: of other fields."""
+        names = {one.name for one in dataclasses.fields(of)}
+        values = {**vars(self), **more}.items()
+        return of(**{name: value for name, value in values if name in names and value is not None})
 
 
-TransformerConfig = dataclasses.make_dataclass(
-    "TransformerConfig",
-    [(name, Any, dataclasses.field(default=value)) for name, value in _fields().items()],
-    bases=(_Base,),
-    namespace={
-        "__doc__": "Shape, arithmetic and parallelism of a model, under Megatron's names.",
-        "__module__": __name__,
-    },
+def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
+    flags = [one.name for one in flag_table().values() if one.field is None]
+    values: dict[str, Any] = dict.fromkeys([*flags, *(name.removeprefix("no_") for name in flags)])
+    values |= {one.name: one.default for group in groups for one in dataclasses.fields(group)}
+    values |= {theirs: None for theirs, flag in _FLAG_OF.items() if flag in values}
+    values |= dict.fromkeys(_NO_EFFECT) | more
+    fields = [(name, Any, value) for name, value in values.items() if not keyword.iskeyword(name)]
+    return dataclasses.make_dataclass(name, fields, bases=(ConfigFields,), namespace={"__module__": __name__})
+
+
+TransformerConfig = _config_class(
+    "TransformerConfig", ModelParallelConfig, model_config.TransformerConfig, **_OF_MODEL
 )
+DistributedDataParallelConfig = _config_class(
+    "DistributedDataParallelConfig", data_parallel_config.DistributedDataParallelConfig
+)
+OptimizerConfig = _config_class(
+    "OptimizerConfig",
+    optimization_config.OptimizerConfig,
+    **dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather")),
+)
+
+
+def core_transformer_config_from_args(args: Any, config_class: Any = TransformerConfig) -> Any:
+    """A `TransformerConfig` of the values of `get_args()`."""
+    values = {name: value for name, value in vars(args).items() if hasattr(TransformerConfig, name)}
+    grouped = args.num_query_groups if args.group_query_attention else None
+    return config_class(**{**values, "num_query_groups": grouped})
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleSpec:
-    """What Megatron builds layers by; ours are of one kind, so it says only whose they are."""
+    """What Megatron builds layers by. Ours are of one kind, so it says only whose they are."""
 
     module: str = "local"
 
 
-def get_gpt_layer_local_spec(num_experts: int | None = None, **others: Any) -> ModuleSpec:
+def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
     """The layers of this framework. Raises ValueError for experts and latent attention."""
-    asked = {"num_experts": num_experts, **others}
-    told = {
-        name: value
-        for name, value in asked.items()
-        if value and name in ("num_experts", "multi_latent_attention")
-    }
-    if told:
+    named.pop("qk_layernorm", None)  # the configuration's
+    if any(given) or any(named.values()):
         raise ValueError(
-            f"get_gpt_layer_local_spec({told}): not here, planned in docs/roadmap.md; leave it out"
+            f"get_gpt_layer_local_spec({given or named}): planned, docs/roadmap.md; leave it out"
         )
     return ModuleSpec()
 
 
-def get_gpt_decoder_block_spec(
-    config: Any, use_transformer_engine: bool = False, **others: Any
-) -> ModuleSpec:
-    """The same, for all layers of a model."""
-    if use_transformer_engine:
-        raise ValueError("use_transformer_engine=True: not here, planned in docs/roadmap.md; pass False")
-    return get_gpt_layer_local_spec(**others)
+class ShardedStateDict(dict[str, Tensor]):
+    """A model's parameters by name. pieces: as checkpoints know what parts of them this rank holds."""
+
+    pieces: list[LocalPiece]
 
 
-class _ParameterGrads:
-    """A `GradListener` that leaves sums in `parameter.grad`: a contribution starts a new one where there is none."""
+class GPTModelOfSpec(GPTModel):
+    """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
 
-    def __init__(self, model: OurGPTModel) -> None:
-        parameters = dict(model.named_parameters())
-        self.sums = model.context.grads.main_grads
-        self._parameters = {
-            key: parameters[name] for name, meta in model.param_meta.items() for key in meta.grad_keys
-        }
-        model.context.grads.bind({key: one.detach() for key, one in self._parameters.items()}, self)
-        self.sums = model.context.grads.main_grads
-
-    def grad_begins(self, key: str) -> bool:
-        parameter = self._parameters[key]
-        grad = parameter.grad
-        self.sums[key] = torch.empty_like(parameter.detach()) if grad is None else grad
-        return grad is None
-
-    def grad_ready(self, key: str, microbatch: int) -> None:
-        self._parameters[key].grad = self.sums[key]
-
-
-class GPTModel(OurGPTModel):
-    """Our GPT by Megatron's arguments, as the part of it that this pipeline rank holds.
-
-    vocab_size: padded to a multiple of the tensor parallel size. parallel_output: logits are this rank's part
-    [b, s, v/tp], as in Megatron; with labels the losses [b, s] are whole either way. vp_stage: which of the rank's
-    chunks. Raises ValueError for what is not built, with what to use.
+    Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
+    padded to a multiple of the tensor parallel size. others: fields of the model that Megatron takes here. Raises
+    ValueError for layers and an activation that are not here, TypeError for other arguments.
     """
 
     def __init__(
         self,
         config: Any,
-        transformer_layer_spec: Any,
+        transformer_layer_spec: ModuleSpec,
         vocab_size: int,
         max_sequence_length: int,
         pre_process: bool = True,
         post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
+        *,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: str = "learned_absolute",
-        rotary_percent: float = 1.0,
-        rotary_base: int = 10000,
-        rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
-        scatter_embedding_sequence_parallel: bool = True,
-        seq_len_interpolation_factor: int | None = None,
-        vp_stage: int | None = None,
         **others: Any,
     ) -> None:
-        if not isinstance(transformer_layer_spec, ModuleSpec):
+        activation = config.activation_func.__name__, config.gated_linear_unit
+        if not isinstance(transformer_layer_spec, ModuleSpec) or activation not in _ACTIVATIONS:
             raise ValueError(
-                "transformer_layer_spec: use get_gpt_layer_local_spec(); layers of other makers are not built"
+                f"{transformer_layer_spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
+                "such as swiglu=True or squared_relu=True for an activation"
             )
-        asked = {
-            name: value for name, value in others.items() if value is not None and name != "pg_collection"
-        }
-        if fp16_lm_cross_entropy or asked:
-            told = sorted([*asked, *["fp16_lm_cross_entropy"] * fp16_lm_cross_entropy])
-            raise ValueError(f"GPTModel({', '.join(told)}): not here; leave it out, docs/megatron_compat.md")
-        ps, parallel = parallel_state.current(), _parallel_of(config)
-        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        stages = split_stages(parallel, config.num_layers, chunks=chunks)
-        chunk = (
-            vp_stage
-            if vp_stage is not None
-            else parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
-        )
-        inner = config.model_config(
-            seq_length=max_sequence_length,
-            max_position_embeddings=max_sequence_length,
-            untie_embeddings_and_output_weights=not share_embeddings_and_output_weights,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            use_rope_scaling=rope_scaling,
-            rope_scaling_factor=rope_scaling_factor,
-            rotary_seq_len_interpolation_factor=seq_len_interpolation_factor,
-        )
+        flags = {_FLAG_OF.get(name, name): value for name, value in others.items() if value is not None}
+        if flag := _ACTIVATIONS[activation]:
+            flags[flag] = True
+        ps = parallel_state.current()
+        stages = split_stages(config.group(ModelParallelConfig), config.num_layers, chunks=1)
+        flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)
+        flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
+        flags["group_query_attention"] = config.num_query_groups is not None
         super().__init__(
-            inner,
+            dataclasses.replace(config.group(model_config.TransformerConfig), **flags).resolved(),
             padded_vocab_size=vocab_size,
             seed=config.seed,
-            params_dtype=config.weights_dtype,
+            params_dtype=torch.bfloat16
+            if config.bf16
+            else torch.half
+            if config.fp16
+            else config.params_dtype,
             device=ps.device.torch_device,
             pre_process=pre_process,
             post_process=post_process,
-            layers=stages[chunk * ps.pp_size + ps.pp_rank].layers,
+            layers=stages[ps.pp_rank].layers,
             tp=TensorParallel.of(ps, config.sequence_parallel),
         )
-        self.model_config, self.parallel_output = inner, parallel_output
-        self.config = config
-        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.config, self.parallel_output = config, parallel_output
         _ParameterGrads(self)
 
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        decoder_input: Tensor | None = None,
-        labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """See the class. attention_mask: bool [b or 1, 1, s, s], True = masked; None: causal."""
-        assert decoder_input is None, "decoder_input is not taken: give input_ids"
-        output = super().forward(input_ids, position_ids, attention_mask, labels, loss_mask).contiguous()
-        if self.post_process and labels is None and self.parallel_output and self.tp.size > 1:
+    def forward(self, input_ids: Any, *where: Any, labels: Any = None, **named: Any) -> Tensor:  # type: ignore[override]
+        """Losses [b, s] with labels, else logits [b, s, v], with parallel_output this rank's part [b, s, v/tp]."""
+        output = super().forward(input_ids, *where, **named, labels=labels).contiguous()  # type: ignore[misc]
+        if self.post_process and labels is None and self.parallel_output:
             return output.chunk(self.tp.size, -1)[self.tp.rank]
         return output
 
-    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """The matrix of word embeddings, or that of the output layer."""
-        if self.embedding is not None:
-            return self.embedding.word_embeddings.weight
-        return None if self.output_layer is None else self.output_layer.weight
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Any = None
-    ) -> dict[str, ShardedTensor]:
-        """By name, this rank's part of every parameter: for `dist_checkpointing`."""
-        parameters = dict(self.named_parameters())
-        return {
-            prefix + name: ShardedTensor(meta, parameters[name]) for name, meta in self.param_meta.items()
-        }
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
+        """For `dist_checkpointing.save` and `load`."""
+        state, named = ShardedStateDict(), dict(self.named_parameters())
+        state.update({prefix + name: one for name, one in named.items()})
+        state.pieces = [
+            p for name, meta in self.param_meta.items() for p in pieces_of("model", meta, named[name])
+        ]
+        return state
 
 
-def _parallel_of(config: Any) -> ModelParallelConfig:
-    names = (one.name for one in dataclasses.fields(ModelParallelConfig))
-    return ModelParallelConfig(**{name: getattr(config, name) for name in names})
+class _ParameterGrads:
+    """A `GradListener` that leaves sums in `parameter.grad`: a contribution starts one where there is none."""
 
+    def __init__(self, model: GPTModel) -> None:
+        named, facts = dict(model.named_parameters()), model.param_meta
+        self.parameters = {key: named[name] for name, meta in facts.items() for key in meta.grad_keys}
+        model.context.grads.bind({key: one.detach() for key, one in self.parameters.items()}, self)
+        self.sums = model.context.grads.main_grads
 
-def config_from_args(args: Any, config_class: Callable[..., Any] | None = None) -> Any:
-    """Megatron's `core_transformer_config_from_args`: the fields that `args` has, under the same names."""
-    make = TransformerConfig if config_class is None else config_class
-    names = [one.name for one in dataclasses.fields(make)]  # type: ignore[arg-type]
-    values = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    values.pop("params_dtype", None)
-    return make(**values)
+    def grad_begins(self, key: str) -> bool:
+        grad = self.parameters[key].grad
+        self.sums[key] = torch.empty_like(self.parameters[key]) if grad is None else grad
+        return grad is None
+
+    def grad_ready(self, key: str, microbatch: int) -> None:
+        self.parameters[key].grad = self.sums[key]

@@ -1,45 +1,34 @@
-"""Megatron's entry points of a trainer with a loop of its own: `initialize_megatron`, `core_transformer_config_from_args`,
-`save_checkpoint`, `load_checkpoint`."""
+"""What a trainer calls around a loop of its own: `initialize_megatron`, checkpoints, the number of microbatches."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.compat import num_microbatches_calculator as calculator
-from megatron.compat import parallel_state
-from megatron.compat.engine import DistributedDataParallel, MegatronOptimizer
-from megatron.compat.model import config_from_args as core_transformer_config_from_args
-from megatron.compat.schedules import unwrap_model
+from megatron.compat.loop import DataParallelModel
+from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.load import find, load_pieces
-from megatron.core.dist_checkpointing.save import save
-from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
-from megatron.core.module import MegatronModule
+from megatron.core.dist_checkpointing.loading import find, load_pieces
+from megatron.core.dist_checkpointing.saving import save
+from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.parallel_state import init_process_group
 from megatron.training import global_vars
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.config.microbatches import BatchSchedule
 from megatron.training.engine import weight_pieces
 from megatron.training.run.arguments import launch_config
-
-__all__ = ["core_transformer_config_from_args", "initialize_megatron", "load_checkpoint", "save_checkpoint"]
+from megatron.training.run.checkpointing import Checkpointer
 
 
 def initialize_megatron(
-    extra_args_provider: Callable[..., Any] | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
-    ignore_unknown_args: bool = False,
-    allow_no_cuda: bool = False,
-    skip_mpu_initialization: bool = False,
-    **others: Any,
+    extra_args_provider: Any = None, args_defaults: Any = None, ignore_unknown_args: bool = False, **_: Any
 ) -> None:
     """Flags, process groups, seeds, tokenizer: afterwards `get_args()`, `mpu` and `get_num_microbatches()` answer.
 
@@ -47,123 +36,130 @@ def initialize_megatron(
     ignore_unknown_args, as no flag is dropped here.
     """
     if ignore_unknown_args:
-        raise ValueError(
-            "initialize_megatron(ignore_unknown_args=True): declare them by extra_args_provider instead"
-        )
-    config, env = (
-        launch_config(extra_args_provider=extra_args_provider, args_defaults=args_defaults),
-        LaunchEnv.read(),
+        raise ValueError("ignore_unknown_args: declare such flags by extra_args_provider instead")
+    config = launch_config(
+        extra_args_provider=extra_args_provider, args_defaults=args_defaults, needs_data=False
     )
-    kind = "cpu" if config.parallel.distributed_backend == "gloo" else None
-    here = device.current_device(env.local_rank, kind=kind)
-    device.set_threads(env.local_world_size, threads=config.training.threads_per_rank)
+    env, parallel, training = LaunchEnv.read(), config.parallel, config.training
+    here = device.current_device(
+        env.local_rank, kind="cpu" if parallel.distributed_backend == "gloo" else None
+    )
+    device.set_threads(env.local_world_size, threads=training.threads_per_rank)
     if not torch.distributed.is_initialized():
         init_process_group(here, rank=env.rank, world_size=env.world_size)
-    parallel = config.parallel
-    if not skip_mpu_initialization:
-        parallel_state.initialize_model_parallel(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
-        )
-    seed = config.training.seed + 100 * (0 if skip_mpu_initialization else parallel_state.current().pp_rank)
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    instances = config.ddp.num_distributed_optimizer_instances
+    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    initialize_model_parallel(*sizes, num_distributed_optimizer_instances=instances)
+    for sow in (random.seed, np.random.seed, torch.manual_seed):
+        sow(training.seed + 100 * current().pp_rank)
     global_vars.set_global_variables(
         {**config.flat(), **config.extra}, rank=env.rank, world_size=env.world_size
     )
     global_vars.provide(config=config, device=here, tokenizer=build_from_config(config.tokenizer))
-    ramp = config.training.rampup_batch_size
-    calculator.init_num_microbatches_calculator(
-        env.rank,
-        ramp,
-        config.training.global_batch_size,
-        config.training.micro_batch_size,
-        config.grid().dp,
+    batch = training.rampup_batch_size, training.global_batch_size, training.micro_batch_size
+    init_num_microbatches_calculator(
+        env.rank, *batch, current().dp_size, training.decrease_batch_size_if_needed
     )
 
 
-def _model_pieces(model: Sequence[nn.Module]) -> list[LocalPiece]:
-    pieces: list[LocalPiece] = []
-    for one in model:
-        if isinstance(one, DistributedDataParallel):
-            one.engine.settle_weights()
-            pieces += weight_pieces(one.engine.buffer)
-            continue
-        inner = unwrap_model(one)
-        if not isinstance(inner, MegatronModule):
-            raise ValueError(
-                f"{type(inner).__name__}: wrap it in DistributedDataParallel, which knows its parameters"
-            )
-        parameters = dict(inner.named_parameters())
-        pieces += [
-            piece
-            for name, meta in inner.param_meta.items()
-            for piece in pieces_of("model", meta, parameters[name])
-        ]
-    return pieces
+class _Batches:
+    schedule: BatchSchedule
+    consumed = 0
+
+
+def init_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: Any,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+) -> None:
+    """Sets what `get_num_microbatches()` answers. Raises ValueError for a batch that does not divide."""
+    ramp: Any = rampup_batch_size and tuple(map(int, rampup_batch_size))
+    sizes = micro_batch_size, data_parallel_size, global_batch_size
+    _Batches.schedule, _Batches.consumed = BatchSchedule(*sizes, ramp, decrease_batch_size_if_needed), 0
+    global_vars.provide(
+        num_microbatches=lambda: _Batches.schedule.num_microbatches(_Batches.consumed),
+        global_batch_size=lambda: _Batches.schedule.global_batch_size(_Batches.consumed),
+    )
+
+
+def update_num_microbatches(consumed_samples: int, *_: Any, **__: Any) -> None:
+    """So many samples have been trained on."""
+    _Batches.consumed = int(consumed_samples)
+
+
+def get_micro_batch_size() -> int:
+    """Samples of a microbatch."""
+    return _Batches.schedule.micro_batch_size
 
 
 def save_checkpoint(
     iteration: int,
-    model: Sequence[nn.Module],
-    optimizer: MegatronOptimizer | None,
+    model: Sequence[Any],
+    optimizer: Any,
     opt_param_scheduler: Any,
-    num_floating_point_operations_so_far: float = 0,
-    *unused: Any,
-    **also: Any,
+    flops: float = 0,
+    *_: Any,
+    **__: Any,
 ) -> None:
-    """Into `--save` of `get_args()`: weights, optimizer, scheduler. Communicates over the world."""
-    common = {
-        "iteration": iteration,
-        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
-    }
-    pieces = _model_pieces(model)
-    if optimizer is not None:
-        pieces += optimizer.inner.pieces()
-        common["loop"] = optimizer.state_dict()
-    if opt_param_scheduler is not None:
-        common["scheduler"] = opt_param_scheduler.state_dict()
-    save(_folder("save"), iteration, pieces, common, {}, parallel_state.current())
+    """Into `--save`: weights, optimizer, scheduler. Communicates over the world. Raises CheckpointError."""
+    common = optimizer.state_dict() if optimizer else {}
+    common |= {"iteration": iteration, "num_floating_point_operations_so_far": flops}
+    common["config"] = global_vars.get_config().flat()
+    common["scheduler"] = opt_param_scheduler and opt_param_scheduler.state_dict()
+    _checkpointer().save(iteration, *_pieces(model, optimizer), common, wait=True)
 
 
 def load_checkpoint(
-    model: Sequence[nn.Module],
-    optimizer: MegatronOptimizer | None,
-    opt_param_scheduler: Any,
-    load_arg: str = "load",
-    strict: bool = True,
-    *unused: Any,
-    **also: Any,
+    model: Sequence[nn.Module], optimizer: Any, opt_param_scheduler: Any, *_: Any, **__: Any
 ) -> tuple[int, float]:
     """(iteration, floating point operations) of what `--load` holds, which is put back; (0, 0) where it holds nothing.
     Communicates over the world. Raises CheckpointError."""
-    ps, folder = parallel_state.current(), getattr(global_vars.get_args(), load_arg, None)
-    found = None if folder is None else find(folder, ps).found
-    if found is None:
+    restored = _checkpointer().load(*_pieces(model, optimizer), config=global_vars.get_config().flat())
+    if restored is None:
         return 0, 0.0
-    pieces = _model_pieces(model) + (optimizer.inner.pieces() if optimizer is not None else [])
-    load_pieces(found, pieces, ps, prefixes=("model.",) if optimizer is None else ("model.", "optimizer."))
-    common = found.manifest.common
+    for engine in (one.engine for one in model if isinstance(one, DataParallelModel)):
+        engine.weights_changed()
+        if not restored.optimizer:
+            engine.buffer.copy_weights_to_main()
+    if not restored.resumed:
+        return 0, 0.0
+    if optimizer is not None and restored.optimizer:
+        optimizer.load_state_dict(restored.common)
+    if opt_param_scheduler is not None:
+        opt_param_scheduler.load_state_dict(restored.common["scheduler"])
+    return restored.iteration, float(restored.common.get("num_floating_point_operations_so_far", 0))
+
+
+def _checkpointer() -> Checkpointer:
+    return Checkpointer(current(), global_vars.get_config().checkpoint, log=global_vars.print_rank_0)
+
+
+def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], list[LocalPiece]]:
+    weights: list[LocalPiece] = []
     for one in model:
-        if isinstance(one, DistributedDataParallel):
-            one.engine.weights_changed()
-            if optimizer is None:
-                one.engine.buffer.copy_weights_to_main()
-    if optimizer is not None:
-        if "loop" not in common:
-            raise CheckpointError(
-                f"{found.directory}: of pretrain(), which resumes it; here it is loaded without optimizer"
-            )
-        optimizer.load_state_dict(common["loop"])
-    if opt_param_scheduler is not None and "scheduler" in common:
-        opt_param_scheduler.load_state_dict(common["scheduler"])
-    return int(common["iteration"]), float(common["num_floating_point_operations_so_far"])
+        if isinstance(one, DataParallelModel):
+            one.engine.settle_weights()
+            weights += weight_pieces(one.engine.buffer)
+        else:
+            weights += one.sharded_state_dict().pieces
+    return weights, optimizer.inner.pieces() if optimizer else []
 
 
-def _folder(flag: str) -> Path:
-    folder = getattr(global_vars.get_args(), flag)
-    if folder is None:
-        raise ValueError(f"--{flag} names no folder")
-    return Path(folder)
+def save_sharded(sharded_state_dict: Any, checkpoint_dir: str, *_: Any, **__: Any) -> None:
+    """`dist_checkpointing.save` of a model's `sharded_state_dict()`, which any layout can load. Communicates over the
+    world. Raises CheckpointError."""
+    save(checkpoint_dir, 0, sharded_state_dict.pieces, {}, {}, current())
+
+
+def load_sharded(
+    sharded_state_dict: Any, checkpoint_dir: str, *_: Any, **__: Any
+) -> Mapping[str, torch.Tensor]:
+    """`dist_checkpointing.load`, for `load_state_dict`; the model's tensors are filled in place. Communicates over the
+    world. Raises CheckpointError."""
+    if (found := find(checkpoint_dir, current()).found) is None:
+        raise CheckpointError(f"{checkpoint_dir}: no checkpoint that dist_checkpointing.save has written")
+    load_pieces(found, sharded_state_dict.pieces, current())
+    return sharded_state_dict

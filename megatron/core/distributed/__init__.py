@@ -1,0 +1,1 @@
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names
