@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.datasets.blend import Blend
 from megatron.core.datasets.builder import Datasets, GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.gpt_dataset import MockDataset, SampleFormat, pad_id
-from megatron.core.tokenizers.builtin_tokenizers import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 Prefixes = tuple[Sequence[str], Sequence[float] | None] | None

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.compat.loop import DataParallelModel
 from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
 from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
