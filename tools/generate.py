@@ -29,7 +29,7 @@ from tools.commands import as_called
 from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.gpt import GPTModel
 
 
 def parse() -> argparse.Namespace:
@@ -78,7 +78,7 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
     import torch
 
     from megatron.core.dist_checkpointing.state import LocalPiece
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.gpt import GPTModel
     from megatron.training.run.checkpointing import MODEL_PREFIX, load_for_inference
 
     values, load = load_for_inference(directory, ckpt_step)

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise CheckpointError("; ".join(choice.notes))
         facts = describe(choice.found)
         if args.verify:
-            from megatron.core.dist_checkpointing.load import verify  # brings torch; listing does without
+            from megatron.core.dist_checkpointing.loading import verify  # brings torch; listing does without
 
             verify(choice.found)
             facts["verified"] = True

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
