@@ -1,16 +1,21 @@
-"""Sizes in words."""
+"""Sizes and counts in words."""
 
 from __future__ import annotations
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def size_text(size: float, unit: str = "bytes") -> str:
+def counted(number: int, thing: str, things: str | None = None) -> str:
+    """`1 rank`, `1,024 ranks`; things: where an s does not do."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def size_text(size: float, unit: str = "bytes", digits: int = 4) -> str:
     """Bytes in GB of 1e9, what is small in less; anything else as it is."""
     if unit != "bytes":
-        return f"{size:.4g}"
+        return f"{size:.{digits}g}"
     factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
-    return f"{size / factor:.4g} {name}"
+    return f"{size / factor:.{digits}g} {name}"
 
 
 def mib_text(size: float) -> str:
