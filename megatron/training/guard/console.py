@@ -189,7 +189,6 @@ def show_bar(text: str | None) -> None:
     """Below what is printed, on a terminal; None: no more. text: shorter than the terminal is wide, empty where another
     rank draws the bar. Every rank of a run that has one calls it."""
     if on_terminal():
-        sys.stdout.flush()
         erased = _ERASE_BELOW if text is None and _TERMINAL.bar else b""
         _TERMINAL.bar = None if text is None else text.encode(sys.stdout.encoding, "replace")
         _FILES[1]._put(_TERMINAL.above_bar() or erased)

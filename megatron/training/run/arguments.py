@@ -34,7 +34,7 @@ from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json, tell_launcher
 from megatron.training.guard.run_folder import is_held
 
 __all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
@@ -98,7 +98,7 @@ def launch_config(
     if problems and not words and not line.problems:
         # With the flag with which the page's lines overrule a trainer's own tokenizer, which may need more flags.
         own = ("--tokenizer-type ByteTokenizer",) if "tokenizer_type" in (args_defaults or {}) else ()
-        _speak(first_page(sys.orig_argv[0], sys.argv[0], own), env)
+        _speak(first_page(sys.orig_argv[0], sys.argv[0], own), env, ExitStatus.CONFIGURATION)
         raise SystemExit(int(ExitStatus.CONFIGURATION))
     if problems:
         raise _refuse(problems, env, words, config.checkpoint.save)
@@ -134,17 +134,18 @@ def _refuse(
 ) -> SystemExit:
     """The exception that ends the process, after local rank 0 has told why."""
     text = render_problems(problems)
-    _speak(text, env)
+    _speak(text, env, ExitStatus.CONFIGURATION)
     _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
     return SystemExit(int(ExitStatus.CONFIGURATION))
 
 
-def _speak(text: str, env: LaunchEnv) -> None:
+def _speak(text: str, env: LaunchEnv, status: ExitStatus) -> None:
     """Print for the ranks of this machine. One that is not the first speaks only if it is still there after the grace:
     then it alone was refused."""
     if env.local_rank != 0:
         time.sleep(SPEAKER_GRACE_S)
     print(text, file=sys.stderr, flush=True)
+    tell_launcher(env.error_file, status, text)
 
 
 def _refuse_checkpoint(
@@ -155,7 +156,7 @@ def _refuse_checkpoint(
     if env.local_rank != 0:
         time.sleep(SPEAKER_GRACE_S)
     else:
-        print(f"error (checkpoint, exit status {int(status)}): {error}", file=sys.stderr, flush=True)
+        _speak(f"error (checkpoint, exit status {int(status)}): {error}", env, status)
         _record_refusal(status, str(error), env, save, words)
     return SystemExit(int(status))
 
