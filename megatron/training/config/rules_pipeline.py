@@ -11,6 +11,7 @@ from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageL
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
+from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
 from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
@@ -149,7 +150,7 @@ def validated_memory_fault(c: RuleContext) -> str | None:
     return (
         f"a rank holds {needed / 2**30:.1f} GiB of weights, optimizer state, gradients{' and copies' * copies} that "
         f"are kept until a step is decided on; this machine has {c.memory_bytes / 2**30:.1f} GiB for "
-        f"{c.env.local_world_size} ranks"
+        f"{counted(c.env.local_world_size, 'rank')}"
     )
 
 

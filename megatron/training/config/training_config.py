@@ -62,6 +62,7 @@ class TrainingConfig:
         bounds=RANKS,
     )
     json: bool = arg(False, "--check-config prints one JSON object", ours=True)
+    full: bool = arg(False, "--check-config prints every setting on a terminal too", ours=True)
 
 
 @dataclasses.dataclass(frozen=True)

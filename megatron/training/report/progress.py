@@ -143,7 +143,7 @@ class ProgressLine:
             ranks = (0, 1, 4, 5, 2, 3)
             texts = (f"{share:.1%}", steps, *self._figures, left, saved)
             columns = list(zip(ranks, texts, strict=True))
-            width, utf8 = shutil.get_terminal_size().columns, self._stream.encoding == "utf-8"
+            width, utf8 = shutil.get_terminal_size().columns, (self._stream.encoding or "").lower() == "utf-8"
             self._show_bar(bar_line(share, columns, width, ascii_only=not utf8))
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.sizes import scaled, size_text
 from megatron.training.report.metrics import IterationRecord, perplexity
 
 _BETWEEN = "  "
@@ -30,7 +30,7 @@ def short_line(record: IterationRecord, width: int) -> str:
 def _columns(record: IterationRecord, wide: bool) -> list[tuple[int, str]]:
     """wide: in full. Numbers are padded, so that those of several lines stand below each other."""
     total, bubbles, speed = f"{record.train_iters}", record.bubbles, record.tokens_per_s
-    losses = [f"{name.removeprefix('lm ')} {value:7.4f}" for name, value in record.losses.items()]
+    losses = [f"{name.removeprefix('lm ')} {value:6.4f}" for name, value in record.losses.items()]
     columns = [
         (0, f" step {record.iteration:{len(total)}d}/{total}"),
         (1, losses[0] if losses else "loss n/a"),
@@ -39,23 +39,18 @@ def _columns(record: IterationRecord, wide: bool) -> list[tuple[int, str]]:
         nan = f" ({record.nan_iterations} NaN)" if record.nan_iterations else ""
         columns.append((2, f"{record.skipped_iterations} skipped{nan}"))
     if record.grad_norm is not None:
-        columns.append((3, f"{'grad norm' if wide else 'grad'} {record.grad_norm:#6.4g}"))
+        norm = f"{record.grad_norm:6.{3 if record.grad_norm < 1000 else 0}f}"
+        columns.append((3, f"{'grad norm' if wide else 'grad'} {norm}"))
     if speed is not None:
-        columns.append((4, f"{speed:9,.0f} tokens/s" if wide else f"{speed:7,.0f} tok/s"))
+        columns.append((4, f"{speed:9,.0f} tokens/s" if wide else f"{speed:6,.0f} tok/s"))
     if record.throughput_tflops is not None:
-        columns.append((8, f"{flops_text(1e12 * record.throughput_tflops)} a rank"))
+        columns.append((8, f"{scaled(1e12 * record.throughput_tflops, 'FLOP/s')} a rank"))
     if record.memory_bytes is not None:
         columns.append((6, f"{'memory ' if wide else ''}{size_text(record.memory_bytes, digits=3)}"))
     if bubbles is not None:
         planned = f" (plan {bubbles.planned:.1%})" if wide else ""
         columns.append((5, f"bubble {bubbles.measured:.1%}{planned}"))
     return [*columns, (7, f"ETA {record.eta}" if record.eta else ""), *((9, loss) for loss in losses[1:])]
-
-
-def flops_text(flops_per_s: float) -> str:
-    """`12.3 GFLOP/s`, `312 TFLOP/s`."""
-    size, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "G")) if flops_per_s >= s), (1e6, "M"))
-    return f"{flops_per_s / size:.3g} {unit}FLOP/s"
 
 
 def validation_line(where: str, name: str, losses: Mapping[str, float]) -> str:

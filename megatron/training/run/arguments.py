@@ -27,13 +27,14 @@ from megatron.training.config.command_line import (
     read_command_line,
 )
 from megatron.training.config.config import Config
+from megatron.training.config.config_page import render_page
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
-from megatron.training.config.problems import ConfigurationError, Problem, render_problems
+from megatron.training.config.problems import ConfigurationError, Problem, render_causes, render_problems
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
-from megatron.training.guard.console import guard_console
+from megatron.training.guard.console import guard_console, on_terminal
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json, tell_launcher
 from megatron.training.guard.run_folder import is_held
 
@@ -234,15 +235,21 @@ def _follows(problem: Problem, told: Sequence[Problem]) -> bool:
 
 
 def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:
-    """Print what --check-config is for, from local rank 0."""
-    if env.local_rank == 0:
-        report = build_report(config, problems)
-        told = render_json(report) if config.training.json else render_text(report)
-        encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
-        sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-        if problems and not config.training.json:
-            print(render_problems(problems), file=sys.stderr, flush=True)
+    """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full."""
+    if env.local_rank != 0:
+        return
+    report, width = build_report(config, problems), shutil.get_terminal_size().columns
+    if config.training.json:
+        told, problems = render_json(report), ()
+    elif on_terminal() and not config.training.full:
+        told, wrong = render_page(report, width), render_causes(problems, width)
+    else:
+        told, wrong = render_text(report), render_problems(problems)
+    encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
+    sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+    if problems:
+        print(wrong, file=sys.stderr, flush=True)
 
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import AsyncSaver, Guard, Log, SaveOptions, no_guard, no_log, save
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.schema import Place
 from megatron.core.transformer.transformer_config import ACTIVATIONS
 from megatron.core.transport.parallel_state import ParallelState
@@ -188,8 +189,8 @@ class Checkpointer:
             there, here = len(found.manifest.per_rank), self._ps.world_size
             if there != here:
                 self._say(
-                    f"random generators: the checkpoint has those of {there} ranks, this has {here}: ranks without one "
-                    "keep fresh seeds"
+                    f"random generators: the checkpoint has those of {counted(there, 'rank')}, this has {here}: ranks "
+                    "without one keep fresh seeds"
                 )
             self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
         if (theirs := found.manifest.torch_version) != torch_version:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"))
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def counted(number: int, thing: str, things: str | None = None) -> str:
     """`1 rank`, `1,024 ranks`; things: where an s does not do."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def scaled(value: float, unit: str) -> str:
+    """`12.3 GFLOP/s`, `3.34 EFLOP`."""
+    factor, prefix = next((one for one in _PREFIXES if value >= one[0]), (1e6, "M"))
+    return f"{value / factor:.3g} {prefix}{unit}"
 
 
 def size_text(size: float, unit: str = "bytes", digits: int = 4) -> str:

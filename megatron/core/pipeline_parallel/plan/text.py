@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
+from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 MAX_BYTES = 1 << 24  # 64 ranks with 1024 microbatches on a V
@@ -148,7 +149,7 @@ def load_plan(path: str, num_ranks: int, *, post_validation: bool) -> PlanFile:
         raise PlanError(f"{flag} is the plan of an evaluation: save one for training")
     if ranks != num_ranks:
         raise PlanError(
-            f"{flag} is a plan for {ranks} pipeline ranks, --pipeline-model-parallel-size is {num_ranks}"
+            f"{flag} is a plan for {counted(ranks, 'pipeline rank')}, --pipeline-model-parallel-size is {num_ranks}"
         )
     if file.steps and not post_validation:
         raise PlanError(

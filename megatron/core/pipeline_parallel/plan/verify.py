@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.plan.held.verify_lanes import verify_lanes
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
 
@@ -43,7 +44,7 @@ def verify(
     if plan.num_microbatches < 1:
         raise ir.PlanError(f"a plan has at least 1 microbatch, not {plan.num_microbatches}")
     if len(plan.rows) != plan.placement.num_ranks:
-        raise ir.PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")
+        raise ir.PlanError(f"{len(plan.rows)} rows for {counted(plan.placement.num_ranks, 'rank')}")
     needed, found = plan.placement.num_stages * plan.num_microbatches, plan.num_ops
     if needed > max(found, SMALL):  # before anything is allocated by numbers that a file may claim
         raise ir.PlanError(
