@@ -18,6 +18,7 @@ import errno
 import io
 import os
 import select
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -158,6 +159,11 @@ def lost_output() -> list[str]:
 def on_terminal() -> bool:
     """Whether standard output is read by a person, on a terminal on which a line can be written over."""
     return isinstance(sys.stdout, ConsoleStream) and _FILES[1].isatty() and not terminal_is_dumb()
+
+
+def terminal_width() -> int:
+    """In characters, as COLUMNS or the terminal says."""
+    return shutil.get_terminal_size().columns
 
 
 def say(text: object, brief: str | None = None) -> None:

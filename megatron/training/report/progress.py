@@ -7,13 +7,13 @@ The plain line has no control codes and no field that Megatron's log lines have,
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
+from megatron.training.guard.console import terminal_width
 from megatron.training.report.screen import bar_line
 
 PLAIN_INTERVAL_S = 10.0
@@ -143,7 +143,7 @@ class ProgressLine:
             ranks = (0, 1, 4, 5, 2, 3)
             texts = (f"{share:.1%}", steps, *self._figures, left, saved)
             columns = list(zip(ranks, texts, strict=True))
-            width, utf8 = shutil.get_terminal_size().columns, (self._stream.encoding or "").lower() == "utf-8"
+            width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"
             self._show_bar(bar_line(share, columns, width, ascii_only=not utf8))
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
-from megatron.training.guard.console import lost_output, on_terminal, say, show_bar
+from megatron.training.guard.console import lost_output, on_terminal, say, show_bar, terminal_width
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.report import metrics, screen
 from megatron.training.report.progress import ProgressLine
@@ -214,7 +213,7 @@ class Reporter:
         if self._has_line(line.iteration):
             held, eta = self._session.device.memory().max_allocated_bytes, self._progress.eta()
             shown = dataclasses.replace(line, bubbles=bubbles, memory_bytes=held, eta=eta)
-            brief = screen.short_line(shown, shutil.get_terminal_size().columns)
+            brief = screen.short_line(shown, terminal_width())
             self._session.print_rank_last(metrics.iteration_line(line), brief=brief)
             loss = next(iter(line.losses.values()), None)
             self._progress.figures(loss=loss, tokens_per_s=line.tokens_per_s)

@@ -34,7 +34,7 @@ from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
-from megatron.training.guard.console import guard_console, on_terminal
+from megatron.training.guard.console import guard_console, on_terminal, terminal_width
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json, tell_launcher
 from megatron.training.guard.run_folder import is_held
 
@@ -238,7 +238,7 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
     """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full."""
     if env.local_rank != 0:
         return
-    report, width = build_report(config, problems), shutil.get_terminal_size().columns
+    report, width = build_report(config, problems), terminal_width()
     if config.training.json:
         told, problems = render_json(report), ()
     elif on_terminal() and not config.training.full:
