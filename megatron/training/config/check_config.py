@@ -13,10 +13,10 @@ from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_li
 from megatron.core.optional import available
 from megatron.core.pipeline_parallel.plan.facts import facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import known_vocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.sizes import counted, scaled, size_text
+from megatron.core.words import counted, scaled, size_text
 from megatron.training.config.check_config import Report, corpora
 from megatron.training.config.config import FIELDS, Config, train_step_flops
 from megatron.training.config.problems import WHOLE_WORDS

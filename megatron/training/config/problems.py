@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.sizes import counted
+from megatron.core.words import counted
 
 NOT_SUPPORTED = " is not supported"  # how a message of such a flag ends
 MAX_SHOWN = 100  # more of them are a wrong file, not slips

@@ -11,8 +11,8 @@ from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageL
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
-from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.state_bytes import state_bytes

@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron.core.datasets import gpt_dataset_config as sizes
 from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
-from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.safe_files import open_regular, read_json
 from megatron.core.transport.rank_grid import RankGridError
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import BatchScheduleError
 from megatron.training.config.resolve import grid_fault

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles
-from megatron.core.pipeline_parallel.plan.sizes import counted, size_text
+from megatron.core.words import counted, size_text
 
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
+    from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
 
 
 def _said(text: str | None = None, tag: str | None = None, *, times: int = 1, **options: Any) -> Any:

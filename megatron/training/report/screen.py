@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megatron.core.pipeline_parallel.plan.sizes import scaled, size_text
+from megatron.core.words import scaled, size_text
 from megatron.training.report.metrics import IterationRecord, perplexity
 
 _BETWEEN = "  "

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles
-from megatron.core.pipeline_parallel.plan.sizes import counted
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
+from megatron.core.words import counted
 from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.screen import bar_line, short_line
 from tests.harness import launch

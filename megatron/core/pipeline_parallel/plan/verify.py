@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.held.verify_lanes import verify_lanes
-from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
+from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_lanes, verify_residency
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.sizes import counted
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
+from megatron.core.words import counted
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
 _DOES = {ir.F: _DONE_F, ir.B: _DONE_B, ir.W: _DONE_W, ir.BW: _DONE_B | _DONE_W}

@@ -1,4 +1,4 @@
-"""Sizes and counts in words."""
+"""Numbers in words: counts, sizes, rates (floor 0)."""
 
 from __future__ import annotations
 
