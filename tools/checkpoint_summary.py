@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
-from megatron.core.pipeline_parallel.plan.text import size_text
+from megatron.core.words import size_text
 from megatron.training.report.metrics_file import read_metrics
 
 LOSS, HELD_OUT = "lm loss", "lm loss validation"

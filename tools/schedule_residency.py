@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.text import size_text
+from megatron.core.words import size_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ def current_device(local_rank: int = 0, *, kind: DeviceKind | None = None) -> De
     if local_rank >= count:
         raise ValueError(
             f"local rank {local_rank} needs CUDA device {local_rank}, this machine has {count}: "
-            f"start at most {count} ranks a machine (torchrun --nproc-per-node {count})"
+            f"start no more ranks than that on a machine (torchrun --nproc-per-node {count})"
         )
     torch.cuda.set_device(local_rank)
     return Device("cuda", local_rank)

@@ -59,7 +59,7 @@ def test_start_up_lines(two_ranks):
     expected = (
         r"^ > number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): 30592$",
         r"^ > padded vocab \(size: 128\) with 0 dummy tokens \(new size: 128\)$",
-        r"^ > threads per rank: \d+ \(\d+ cores, 2 local ranks\)$",
+        r"^ > threads per rank: \d+ \(\d+ cores?, 2 local ranks\)$",
         r"^> building train, validation, and test datasets for GPT \.\.\.\n > datasets target sizes \(minimum size\):\n"
         r"    train:      80\n    validation: 48\n    test:       16\n> finished creating GPT datasets \.\.\.$",
         r"^training \.\.\.\n\[before the start of training step\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d $",

@@ -244,8 +244,10 @@ def forked(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     rank_env: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    terminal: str | None = None,
 ) -> Iterator[Ranks]:
-    """A forked run under way; none of its processes outlives the block. rank_env: variables of one rank only."""
+    """A forked run under way; none of its processes outlives the block. rank_env: variables of one rank only. terminal:
+    what all ranks write to in place of the file."""
     import torch._dynamo  # noqa: F401 - here, so that no rank has to: torch's optimizers import their compiler
 
     import megatron.training.run.training  # noqa: F401
@@ -265,7 +267,7 @@ def forked(
                     words = [str(ROOT / script), *map(str, flags)]
                     _become(
                         words,
-                        output,
+                        terminal or output,
                         cwd or ROOT,
                         {**variables, **own, **(env or {}), **rank_env(rank)},
                         rank,
@@ -301,7 +303,7 @@ def _rendezvous(ranks: int) -> dict[str, str]:
     }
 
 
-def _become(argv: list[str], output: Path, cwd: Path, variables: Mapping[str, str], rank: int) -> None:
+def _become(argv: list[str], output: str | Path, cwd: Path, variables: Mapping[str, str], rank: int) -> None:
     """In the child: run the script as `python script` would. Never returns."""
     status = 1
     try:
@@ -314,7 +316,7 @@ def _become(argv: list[str], output: Path, cwd: Path, variables: Mapping[str, st
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         os.chdir(cwd)
-        fd = os.open(output, os.O_WRONLY | os.O_APPEND)
+        fd = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
         for target in (1, 2):
             os.dup2(fd, target)
         # Whole lines reach the file in one write, so ranks do not mix within a line.

@@ -49,9 +49,9 @@ class RankGrid:
                 raise RankGridError(f"size of axis {axis} is {self.size(axis)}; it must be at least 1")
             if self.size(axis) > 1 and axis not in axes:
                 raise RankGridError(f"rank order {self.order!r} lacks axis {axis} of size {self.size(axis)}")
-        if math.prod(map(self.size, AXES)) != self.world_size:
+        if (found := math.prod(map(self.size, AXES))) != self.world_size:
             sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
-            raise RankGridError(f"{sizes} = {math.prod(map(self.size, AXES))} ranks, not {self.world_size}")
+            raise RankGridError(f"{sizes} = {found} rank{'s' * (found != 1)}, not {self.world_size}")
 
     def size(self, axes: str) -> int:
         """Number of ranks along an axis, or along several as in "dp-cp"."""
@@ -129,7 +129,9 @@ def _left(world_size: int, sizes: Mapping[str, int]) -> int:
     model = math.prod(sizes.values())
     if model < 1 or world_size % model:
         told = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise RankGridError(f"{world_size} ranks cannot be divided into {told} = {model}")
+        raise RankGridError(
+            f"{world_size} rank{'s' * (world_size != 1)} cannot be divided into {told} = {model}"
+        )
     return world_size // model
 
 

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import known_vocabulary
@@ -126,14 +127,16 @@ def _not_found(config: Config) -> list[str]:
     """Files named by flags that are not on this machine, as "--flag PATH"."""
     values, (missing, _) = config.flat(), unusable_files(config)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words = values[name] or ()
-        # In pairs, every other word is a weight.
-        prefixes = [word for word in words if len(words) % 2 or not _is_number(word)]
-        files = (prefix + end for prefix in prefixes for end in (".bin", ".idx"))
+        files = (prefix + end for prefix in corpora(values[name] or ()) for end in (".bin", ".idx"))
         missing += [f"{spelled(name)} {file}" for file in files if not os.path.exists(file)]
     if values["load"] is not None and not os.path.exists(values["load"]):
         missing.append(f"--load {values['load']}")
     return missing
+
+
+def corpora(words: Sequence[str]) -> list[str]:
+    """The corpora that --data-path names: in pairs, every other word is a weight."""
+    return [word for word in words if len(words) % 2 or not _is_number(word)]
 
 
 def _is_number(word: str) -> bool:
@@ -155,7 +158,7 @@ def _grid(title: str, grid: RankGrid | None) -> tuple[dict[str, Any] | None, lis
     groups = {axis: grid.groups(axis) for axis in AXES if grid.size(axis) > 1}
     facts = {"world_size": grid.world_size, "order": grid.order, "sizes": sizes, "groups": groups}
     told = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-    lines = [f"{title}: {grid.world_size} ranks, order {grid.order}: {told}"]
+    lines = [f"{title}: {counted(grid.world_size, 'rank')}, order {grid.order}: {told}"]
     for axis, of_axis in groups.items():
         shown = ", ".join(map(_ranks, of_axis[:_SHOWN_GROUPS]))
         more = f", ... {len(of_axis)} groups" if len(of_axis) > _SHOWN_GROUPS else ""
@@ -216,7 +219,7 @@ def _count(
     refused = {flag for problem in problems if problem.rule == "not-supported" for flag in problem.flags}
     unbuilt = sorted(refused & {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"})
     if unbuilt:
-        return None, (), f"{', '.join(unbuilt)} is not supported yet"
+        return None, (), f"not supported yet: {', '.join(unbuilt)}"
     if vocabulary is None:
         return None, (), "vocab size unknown: the tokenizer's files are not here; give --vocab-size"
     whole = count_parameters(model, vocabulary).total

@@ -25,7 +25,8 @@ class LaunchEnv:
 
     restart_count: torchrun's in-place restarts so far (0 on the first attempt). agent_store: torchrun hosts the store
     at MASTER_ADDR:MASTER_PORT; otherwise rank 0 does. launcher_pid: of torchrun, which lives as long as its ranks; None
-    where the parent may end before them (srun, mpirun, a shell).
+    where the parent may end before them (srun, mpirun, a shell). error_file: where torchrun looks for the words of a
+    rank that has failed.
     """
 
     rank: int = 0
@@ -44,6 +45,7 @@ class LaunchEnv:
     nccl_algo: str | None = None
     slurm_job_id: str | None = None
     omp_num_threads: int | None = None
+    error_file: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnv:
@@ -74,6 +76,7 @@ class LaunchEnv:
             nccl_algo=source.get("NCCL_ALGO"),
             slurm_job_id=source.get("SLURM_JOB_ID"),
             omp_num_threads=_omp_num_threads(source),
+            error_file=source.get("TORCHELASTIC_ERROR_FILE"),
         )
         if env.world_size > RANKS.most:
             raise LaunchEnvError(f"WORLD_SIZE={env.world_size}: at most {RANKS.most} ranks are possible")
@@ -113,6 +116,11 @@ class LaunchEnv:
         if self.cuda_visible_devices is not None and self.cuda_visible_devices.strip() in ("", "-1"):
             return False
         return any(path.name[6:].isdigit() for path in dev.glob("nvidia*")) or (dev / "dxg").exists()
+
+
+def terminal_is_dumb() -> bool:
+    """Whether TERM says that what is written stays as it is."""
+    return os.environ.get("TERM", "") in ("", "dumb")
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS
 from megatron.training.config.expressions import filled, parsed, rows, value_of
 from megatron.training.config.flag_table import FlagState, flag_table
-from megatron.training.config.problems import Problem
+from megatron.training.config.problems import NOT_SUPPORTED, Problem
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.values import BoundsError, check_bounds
 
@@ -124,9 +124,7 @@ def unsupported_flags(context: RuleContext) -> list[Problem]:
             continue  # has a rule of its own
         shown = entry.spelling if value is True else f"{entry.spelling} {value}"
         refused.append((shown, entry.spelling, entry.fix))
-    return [
-        Problem("not-supported", (flag,), f"{shown} is not supported", fix) for shown, flag, fix in refused
-    ]
+    return [Problem("not-supported", (flag,), f"{shown}{NOT_SUPPORTED}", fix) for shown, flag, fix in refused]
 
 
 def _asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[UsedFlag]]:

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.state_bytes import state_bytes
@@ -149,7 +150,7 @@ def validated_memory_fault(c: RuleContext) -> str | None:
     return (
         f"a rank holds {needed / 2**30:.1f} GiB of weights, optimizer state, gradients{' and copies' * copies} that "
         f"are kept until a step is decided on; this machine has {c.memory_bytes / 2**30:.1f} GiB for "
-        f"{c.env.local_world_size} ranks"
+        f"{counted(c.env.local_world_size, 'rank')}"
     )
 
 

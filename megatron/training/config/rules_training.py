@@ -12,6 +12,7 @@ from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 from megatron.core.safe_files import open_regular, read_json
 from megatron.core.transport.rank_grid import RankGridError
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import BatchScheduleError
 from megatron.training.config.resolve import grid_fault
@@ -64,7 +65,7 @@ def index_fault(c: RuleContext) -> str | None:
     if places > sizes.MAX_SAMPLES:
         limit = f"at most {sizes.BYTES_PER_SAMPLE * sizes.MAX_SAMPLES / 2**30:.0f} GiB are made"
     elif not c.check_only and here * size > c.memory_bytes:
-        limit = f"this machine has {c.memory_bytes / 2**30:.1f} GiB for {here} ranks"
+        limit = f"this machine has {c.memory_bytes / 2**30:.1f} GiB for {counted(here, 'rank')}"
     else:
         return None
     return (

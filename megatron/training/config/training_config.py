@@ -51,6 +51,7 @@ class TrainingConfig:
         None, "ranks that --check-config assumes", unit="ranks", derived="ranks of the launcher", ours=True
     )
     json: bool = arg(False, "--check-config prints one JSON object", ours=True)
+    full: bool = arg(False, "--check-config prints every setting on a terminal too", ours=True)
 
 
 @dataclasses.dataclass(frozen=True)

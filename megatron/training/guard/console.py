@@ -5,6 +5,10 @@ up, stdout was closed from the start. Python would raise from whatever prints ne
 interpreter's own flush at the end included, which makes a status of 120 out of success. So the bytes below
 `sys.stdout` and `sys.stderr` go through `ConsoleFile`, whose writes do not fail: the first loss is kept for
 metrics.jsonl, and said on the other stream.
+
+[Note: one bar, many writers] The ranks of a machine share a terminal, with their launcher and with what libraries
+print. So nobody relies on where others have left it: the cursor stands on a blank line above the bar; in a run that has
+one, whoever prints erases what is below the cursor first; the rank whose bar it is draws it again behind its own lines.
 """
 
 from __future__ import annotations
@@ -14,25 +18,44 @@ import errno
 import io
 import os
 import select
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from megatron.core.safe_files import open_for_append
+from megatron.training.config.launch_env import terminal_is_dumb
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 STREAMS = {1: "stdout", 2: "stderr"}
+LOG_FILE = "console.log"
+_ERASE_BELOW, _UP = b"\x1b[J", b"\x1b[A\r"
 
 
 class ConsoleFile(io.RawIOBase):
     """Descriptor `fd` as a file that takes everything. lost: why the first write failed, None so far."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd, self.name = fd, f"<{STREAMS[fd]}>"
+    def __init__(self, fd: int, name: str) -> None:
+        self.fd, self.name = fd, f"<{name}>"
         self.lost: str | None = None
 
     def write(self, data: ReadableBuffer, /) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
+        told = bytes(data)
+        self.show(told, told)
+        return len(told)
+
+    def show(self, shown: bytes, logged: bytes) -> None:
+        """shown: what is written here. logged: what the log file has of it, if there is one."""
+        if self.isatty():
+            if _TERMINAL.log is not None:
+                _TERMINAL.log.write(logged)
+            shown = shown and _TERMINAL.above_bar(shown)
+        self._put(shown)
+
+    def _put(self, data: bytes) -> None:
+        left = memoryview(data)
         while left:
             try:
                 left = left[os.write(self.fd, left) :]
@@ -41,7 +64,6 @@ class ConsoleFile(io.RawIOBase):
             except OSError as error:  # tried again at the next write: a disk may have room by then
                 self.lose(error)
                 break
-        return size
 
     def lose(self, error: OSError) -> None:
         """A write has failed."""
@@ -67,7 +89,28 @@ class ConsoleFile(io.RawIOBase):
         """The process ends with its console open."""
 
 
-_FILES = {fd: ConsoleFile(fd) for fd in STREAMS}  # of this process, like the descriptors
+class _Terminal:
+    """What a terminal shows below the lines of this process, and where the lines go besides.
+
+    bar: None without one in this run, empty where another rank has it. log: None while there is no log file.
+    """
+
+    def __init__(self) -> None:
+        self.bar: bytes | None = None
+        self.log: ConsoleFile | None = None
+        self._in_line = False  # this process has printed the beginning of a line
+
+    def above_bar(self, data: bytes = b"") -> bytes:
+        """The bytes that show `data`, and the bar below it. [Note: one bar, many writers]"""
+        if data:
+            self._in_line = not data.endswith(b"\n")
+        if self.bar is None:
+            return data
+        return _ERASE_BELOW + data + (b"\n" + self.bar + _UP if self.bar and not self._in_line else b"")
+
+
+_TERMINAL = _Terminal()
+_FILES = {fd: ConsoleFile(fd, name) for fd, name in STREAMS.items()}  # of this process, like the descriptors
 
 
 class ConsoleStream(io.TextIOWrapper):
@@ -113,10 +156,48 @@ def lost_output() -> list[str]:
     return [f"{STREAMS[file.fd]}: {file.lost}" for file in _FILES.values() if file.lost is not None]
 
 
-def say(text: object) -> None:
-    """Print a line in one write: `print` makes two when output is unbuffered, and ranks share one pipe."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def on_terminal() -> bool:
+    """Whether standard output is read by a person, on a terminal on which a line can be written over."""
+    return isinstance(sys.stdout, ConsoleStream) and _FILES[1].isatty() and not terminal_is_dumb()
+
+
+def terminal_width() -> int:
+    """In characters, as COLUMNS or the terminal says."""
+    return shutil.get_terminal_size().columns
+
+
+def say(text: object, brief: str | None = None) -> None:
+    """Print a line in one write: `print` makes two when output is unbuffered, and ranks share one pipe.
+
+    brief: what a terminal shows in its place, nothing where it is empty; the log file has the text.
+    """
+    if brief is None or not on_terminal():
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    else:
+        sys.stdout.flush()
+        shown = f"{brief}\n" if brief else ""
+        lines = [line.encode(sys.stdout.encoding, "backslashreplace") for line in (shown, f"{text}\n")]
+        _FILES[1].show(*lines)
+
+
+def open_log(folder: Path) -> Path | None:
+    """On a terminal: from now on a file in this folder has what a pipe would get. None elsewhere. Raises OSError."""
+    if not on_terminal():
+        return None
+    path = folder / LOG_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _TERMINAL.log = ConsoleFile(open_for_append(path), str(path))
+    return path
+
+
+def show_bar(text: str | None) -> None:
+    """Below what is printed, on a terminal; None: no more. text: shorter than the terminal is wide, empty where another
+    rank draws the bar. Every rank of a run that has one calls it."""
+    if on_terminal():
+        erased = _ERASE_BELOW if text is None and _TERMINAL.bar else b""
+        _TERMINAL.bar = None if text is None else text.encode(sys.stdout.encoding, "replace")
+        _FILES[1]._put(_TERMINAL.above_bar() or erased)
 
 
 def _guarded(stream: TextIO | None, file: ConsoleFile) -> TextIO:

@@ -13,12 +13,14 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
+from megatron.training.guard.console import show_bar
 
 EXIT_FILE = "exit.json"
 MAX_BYTES = 1 << 20  # of exit.json; a reason may list many problems
@@ -136,6 +138,19 @@ def leave_exit_json(directory: str | Path | None, record: ExitRecord) -> None:
             _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}")
 
 
+def tell_launcher(error_file: str | None, status: ExitStatus, text: str) -> None:
+    """Leave the text where torchrun looks (`LaunchEnv.error_file`): it then ends its own report with it.
+
+    It takes the earliest failure of a machine for the cause, in whole seconds: a rank that knows a reason of its own is
+    dated before those that have lost a peer or were ended by the launcher.
+    """
+    if error_file is not None:
+        seconds = int(time.time()) - (status is not ExitStatus.PEER_LOST)
+        extra = {"py_callstack": f"\n{text}", "timestamp": str(seconds)}
+        with contextlib.suppress(OSError):
+            publish_text(error_file, json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
 def read_exit_json(directory: str | Path) -> ExitRecord | None:
     """The record in `<directory>/exit.json`, or None without the file.
 
@@ -175,19 +190,22 @@ def report_failure(
     iteration: int | None = None,
     checkpoint: str | None = None,
     diagnose: Callable[[], str] | None = None,
+    error_file: str | None = None,
 ) -> ExitStatus:
-    """Print the message of an exception (of bugs the traceback), write `exit.json` into `directory`, and return the
-    status to exit with.
+    """Print the message of an exception (of bugs the traceback), write `exit.json` into `directory`, tell the launcher,
+    and return the status to exit with.
 
     diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
     """
     status, reason = status_of(error, table), str(error) or type(error).__name__
     if status is ExitStatus.BUG:
         trace = "".join(traceback.format_exception(error)).rstrip("\n")
-        _tell(f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}")
+        told = f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}"
     else:
         kind = status.name.lower().replace("_", " ")
-        _tell(f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}")
+        told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}"
+    _tell(told)
+    tell_launcher(error_file, status, told)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()
         _tell(f"[rank {rank}] {found}")
@@ -212,6 +230,7 @@ def second_signal(
     """
     reason = f"second {signal.Signals(signum).name}: stopped at once, without saving"
     status = int(ExitStatus.STOPPED) if checkpoint else 128 + signum
+    show_bar(None)
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {checkpoint or 'none'}\n".encode())
     requeue = checkpoint is not None
@@ -221,6 +240,7 @@ def second_signal(
 
 def hard_exit(status: int) -> NoReturn:
     """Leave now: no destructors, which could wait for a lost peer. Standard streams are flushed."""
+    show_bar(None)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a closed pipe; nothing is left to say it on
             stream.flush()

@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.words import counted, size_text
+
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
+    from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
 
 
 def _said(text: str | None = None, tag: str | None = None, *, times: int = 1, **options: Any) -> Any:
@@ -29,7 +32,8 @@ class IterationRecord:
 
     losses: mean over the interval per name, "lm loss" first. elapsed_s: wall seconds per iteration. rollbacks:
     optimizer steps of the interval that post-validation has taken back. throughput_tflops: model TFLOP/s per device.
-    energy_j, power_w: per device, where the device can tell. tokens_per_s: of all ranks together.
+    energy_j, power_w: per device, where the device can tell. tokens_per_s: of all ranks together. On a terminal's line
+    alone (`screen`): bubbles of the iteration, memory_bytes that this rank has held at most, eta in words.
     """
 
     when: datetime
@@ -57,6 +61,9 @@ class IterationRecord:
     skipped_iterations: int = _said("number of skipped iterations: {:3d}", "skipped-iterations")
     nan_iterations: int = _said("number of nan iterations: {:3d}", "nan-iterations")
     tokens_per_s: float | None = _said(tag="tokens-per-second", default=None)
+    bubbles: Bubbles | None = None
+    memory_bytes: int | None = None
+    eta: str | None = None
 
 
 _FIELDS = dataclasses.fields(IterationRecord)
@@ -92,12 +99,13 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
     return {**record.losses, **{tag: value for tag, value in values.items() if value is not None}}
 
 
-# Other lines, to be formatted. threads: `said_by` is "" or "; --threads-per-rank". place: of a rank, counted from 1.
+# Other lines, to be formatted. threads: cores, ranks in words; `said_by` is "" or "; --threads-per-rank". place: of a
+# rank, counted from 1.
 PARAMETER_COUNT = (
     " > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {count}"
 )
 PADDED_VOCAB = " > padded vocab (size: {size}) with {dummies} dummy tokens (new size: {padded})"
-THREADS = " > threads per rank: {threads} ({cores} cores, {ranks} local ranks{said_by})"
+THREADS = " > threads per rank: {threads} ({cores}, {ranks}{said_by})"
 DATASETS_DONE = "> finished creating {name} datasets ..."
 PLACE = "[ t {tp}/{tp_size}, p {pp}/{pp_size} ]"
 SAVING = "saving checkpoint at iteration {iteration:7d} to {directory} in {format} format"
@@ -211,6 +219,17 @@ def datetime_line(text: str, when: datetime) -> str:
 def plan_line(plan: Mapping[str, Any]) -> str:
     """What the run is going to do, for scripts: ` > plan: {json}` on one line. Empty tuples are left out."""
     return " > plan: " + json.dumps({key: value for key, value in plan.items() if value != ()})
+
+
+def plan_in_words(plan: Mapping[str, Any]) -> str:
+    """The same for a person."""
+    counts = plan["ops_per_rank"]
+    rows = {", ".join(f"{count} {kind}" for kind, count in row.items() if count) for row in counts}
+    held = [size_text(size, digits=3) for size in sorted(plan["persistent_bytes_per_rank"])]
+    most = held[0] if len(set(held)) == 1 else f"{held[0]} to {held[-1]}"
+    steps = rows.pop() if len(rows) == 1 else "ranks do different work"
+    ranks = counted(len(held), "rank")
+    return f" > plan: {plan['schedule']} on {ranks}; {steps} a step; {plan['sharding']}, {most} a rank"
 
 
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""How far the run is and when it will be done: a live line on a terminal, a plain line every 10 s elsewhere.
+"""How far the run is and when it will be done: a bar on a terminal, a plain line every 10 s elsewhere.
 
-    progress:  12.5% | step 125/1000 | loss 3.2101 | tokens/s 12,345 | MFU n/a | ETA 0:01:10 | last checkpoint 12 s ago
+    progress:  12.5% | step 125/1000 | loss 3.2101 | tokens/s 12,345 | ETA 0:01:10 | last checkpoint 12 s ago
 
 The plain line has no control codes and no field that Megatron's log lines have, so parsers pass over it.
 """
@@ -11,9 +11,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
 
-from megatron.core import optional
+from megatron.training.guard.console import terminal_width
+from megatron.training.report.screen import bar_line
 
 PLAIN_INTERVAL_S = 10.0
 LIVE_INTERVAL_S = 0.2
@@ -73,10 +74,10 @@ def format_age(seconds: float | None) -> str:
 
 
 class ProgressLine:
-    """The display of the rank that prints losses.
+    """The display of the rank that prints losses: a bar on a terminal, else lines.
 
-    total_iterations: 0 shows nothing. interactive: a live line (needs rich); None: when the stream is a terminal and
-    rich is installed.
+    total_iterations: 0 shows nothing. speaks: False on the other ranks, which print around the bar. show_bar: what
+    draws it; None prints lines.
     """
 
     def __init__(
@@ -84,73 +85,70 @@ class ProgressLine:
         total_iterations: int,
         *,
         first_iteration: int = 1,
+        speaks: bool = True,
         stream: TextIO | None = None,
-        interactive: bool | None = None,
+        show_bar: Callable[[str | None], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._stream, self._clock = total_iterations, stream or sys.stdout, clock
+        self._speaks = speaks and total_iterations > 0
         self._eta = EtaEstimator(total_iterations)
+        self._iteration = first_iteration - 1
         self._checkpoint_at: float | None = None
         self._shown_at: float | None = None
         self.figures(loss=None, tokens_per_s=None)
-        if interactive is None:
-            interactive = total_iterations > 0 and self._stream.isatty() and optional.available("rich")
-        self._live = _LiveLine(self._stream, total_iterations, first_iteration - 1) if interactive else None
+        self._show_bar = show_bar if total_iterations else None
+        if self._show_bar is not None and not speaks:
+            self._show_bar("")
 
     def checkpoint_saved(self) -> None:
         """A checkpoint was committed now."""
         self._checkpoint_at = self._clock()
 
-    def figures(self, *, loss: float | None, tokens_per_s: float | None, mfu: float | None = None) -> None:
-        """The newest interval's figures, shown from now on. mfu: share of the device's peak, if known."""
-        values = (("loss", loss, ".4f"), ("tokens/s", tokens_per_s, ",.0f"), ("MFU", mfu, ".1%"))
+    def figures(self, *, loss: float | None, tokens_per_s: float | None) -> None:
+        """The newest interval's figures, shown from now on."""
+        values = (("loss", loss, ".4f"), ("tokens/s", tokens_per_s, ",.0f"))
         self._figures = [
             f"{name} {'n/a' if value is None else format(value, spec)}" for name, value, spec in values
         ]
 
     def update(self, iteration: int) -> None:
-        """So many iterations are done: show it, if it is time again. Call it after every iteration."""
-        if not self._total:
+        """So many iterations are done. Call it after every iteration, and `show` when all else is said of it."""
+        self._iteration = iteration
+        self._eta.update(iteration, self._clock())
+
+    def eta(self) -> str | None:
+        """The time left, in words; None where it is not known or not to be shown."""
+        eta_s = self._eta.eta_s() if self._speaks else None
+        return None if eta_s is None else format_duration(eta_s)
+
+    def show(self) -> None:
+        """Show how far it is, if it is time again."""
+        if not self._speaks:
             return
-        now, last = self._clock(), iteration >= self._total
-        self._eta.update(iteration, now)
-        interval_s = LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S
+        now, last = self._clock(), self._iteration >= self._total
+        interval_s = PLAIN_INTERVAL_S if self._show_bar is None else LIVE_INTERVAL_S
         if not last and self._shown_at is not None and now - self._shown_at < interval_s:
             return
-        if self._live is None and self._eta.eta_s() is None and not last:
+        if self._show_bar is None and self.eta() is None and not last:
             return  # nothing to say yet about the time left
         self._shown_at = now
         age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
-        left = f"ETA {format_duration(self._eta.eta_s())}"
-        fields = " | ".join([*self._figures, left, f"last checkpoint {format_age(age_s)}"])
-        percent = 100.0 * iteration / self._total
-        if self._live is not None:
-            self._live.show(iteration, f"{percent:.1f}% | {iteration}/{self._total} | {fields}")
+        left, saved = f"ETA {self.eta() or 'n/a'}", f"last checkpoint {format_age(age_s)}"
+        share, steps = self._iteration / self._total, f"{self._iteration}/{self._total}"
+        if self._show_bar is None:
+            fields = " | ".join([*self._figures, left, saved])
+            print(f" progress: {share:6.1%} | step {steps} | {fields}", file=self._stream, flush=True)
         else:
-            line = f" progress: {percent:5.1f}% | step {iteration}/{self._total} | {fields}"
-            print(line, file=self._stream, flush=True)
+            ranks = (0, 1, 4, 5, 2, 3)
+            texts = (f"{share:.1%}", steps, *self._figures, left, saved)
+            columns = list(zip(ranks, texts, strict=True))
+            width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"
+            self._show_bar(bar_line(share, columns, width, ascii_only=not utf8))
 
     def close(self) -> None:
         """Give the terminal back; a second call does nothing."""
-        if self._live is not None:
-            self._live.close()
-            self._live = None
-
-
-class _LiveLine:
-    """A bar that stays below the log lines, which rich prints above it."""
-
-    def __init__(self, stream: TextIO, total: int, done: int) -> None:
-        console = optional.require("rich.console", "cli").Console(file=stream)
-        rich = optional.require("rich.progress", "cli")
-        column = optional.require("rich.table", "cli").Column
-        bar = rich.BarColumn(bar_width=12, table_column=column(min_width=12))
-        text = rich.TextColumn("{task.fields[text]}", table_column=column(no_wrap=True, overflow="ellipsis"))
-        # No thread beside the computation.
-        self._bar: Any = rich.Progress(bar, text, console=console, auto_refresh=False)
-        self._task = self._bar.add_task("training", total=total, completed=done, text="")
-        self._bar.start()
-        self.close = self._bar.stop
-
-    def show(self, iteration: int, text: str) -> None:
-        self._bar.update(self._task, completed=iteration, text=text, refresh=True)
+        if self._show_bar is not None:
+            self._show_bar(None)
+            self._show_bar = None
+        self._speaks = False

@@ -1,5 +1,5 @@
-"""What the run says: its plan and memory before the first step; then Megatron's lines on the last rank, scalars to
-every writer, progress to a terminal."""
+"""What the run says: its plan and memory before the first step; then Megatron's lines on the last rank (short ones on a
+terminal), scalars to every writer, progress."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
-from megatron.training.guard.console import lost_output, say
+from megatron.training.guard.console import lost_output, on_terminal, say, show_bar, terminal_width
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
-from megatron.training.report import metrics
+from megatron.training.report import metrics, screen
 from megatron.training.report.progress import ProgressLine
 from megatron.training.report.session import Session
 from megatron.training.report.timers import RunClock, format_block, time_scalars
@@ -39,12 +39,14 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
     """num_microbatches: of the first step. Communicates over the world. Raises TrainingExit where ranks have come to
     different plans, ConfigurationError where there is none for these units."""
     ps, metas = session.ps, engine.param_meta.values()
+    facts = _plan_facts(session, spec, engine, num_microbatches)
+    session.open_log()
     if ps.dp_rank == 0:
         count = sum(math.prod(meta.local_shape) for meta in metas)
         say(metrics.PARAMETER_COUNT.format(tp_rank=ps.tp_rank, pp_rank=ps.pp_rank, count=count))
     for line in layer_map_lines(spec.stages, spec.placement):
         session.print_rank_0(line)
-    session.print_rank_last(metrics.plan_line(_plan_facts(session, spec, engine, num_microbatches)))
+    session.print_rank_last(metrics.plan_line(facts), brief=metrics.plan_in_words(facts))
     asked = session.config.ddp.fsdp_unit_modules
     if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
         session.print_rank_0(
@@ -139,8 +141,9 @@ class Reporter:
         self.writers = open_writers(
             session.config, session.folder.path, enabled=speaks, resumed_iteration=begins, parameters=count
         )
-        is_shown = speaks and self._log.progress != "off"
-        self._progress = ProgressLine(total if is_shown else 0, first_iteration=begins + 1)
+        total = total if self._log.progress != "off" else 0
+        bar = show_bar if on_terminal() else None
+        self._progress = ProgressLine(total, first_iteration=begins + 1, speaks=speaks, show_bar=bar)
         self._log_progress("Starting job")
 
     def start_interval(self, now: float | None = None) -> None:
@@ -173,17 +176,17 @@ class Reporter:
         measured = [one for one in (bubbles, residency) if one is not None]
         for one in measured:
             self._scalars.update(one.scalars())
+        self._progress.update(iteration)
         if self.is_due(iteration):
-            self._report(result, batch_size)
-        for line in (line for one in measured for line in one.lines()):
-            session.print_rank_last(line)
+            self._report(result, batch_size, bubbles)
+        session.print_rank_last(*(line for one in measured for line in one.lines()), brief="")
         if self._ends_interval(iteration):
             self._report_timers()
             if not self._memory_said and iteration > self._first_iteration:  # when all of it is in use
                 self._memory_said = True
-                say(metrics.memory_line(session.ps.rank, iteration, session.device.memory()))
+                say(metrics.memory_line(session.ps.rank, iteration, session.device.memory()), brief="")
             self.start_interval(result.ended_at)
-        self._progress.update(iteration)
+        self._progress.show()
         self._tell_lost(session.ps.rank, lost_output())
 
     def is_due(self, iteration: int) -> bool:
@@ -200,15 +203,19 @@ class Reporter:
         """An iteration without a step."""
         self._session.print_rank_last(f" iteration {self._state.iteration}: {why}")
         self._progress.update(self._state.iteration)
+        self._progress.show()
 
-    def _report(self, result: StepResult, batch_size: int) -> None:
+    def _report(self, result: StepResult, batch_size: int, bubbles: Bubbles | None) -> None:
         """One iteration's line, and its record.
 
         The line is the mean over --log-interval, the record the mean over --tensorboard-log-interval.
         """
         line = self._line(result, batch_size)
         if self._has_line(line.iteration):
-            self._session.print_rank_last(metrics.iteration_line(line))
+            held, eta = self._session.device.memory().max_allocated_bytes, self._progress.eta()
+            shown = dataclasses.replace(line, bubbles=bubbles, memory_bytes=held, eta=eta)
+            brief = screen.short_line(shown, terminal_width())
+            self._session.print_rank_last(metrics.iteration_line(line), brief=brief)
             loss = next(iter(line.losses.values()), None)
             self._progress.figures(loss=loss, tokens_per_s=line.tokens_per_s)
         if line.iteration % self._log.tensorboard_log_interval == 0:
@@ -263,8 +270,8 @@ class Reporter:
     def evaluated(self, where: str, found: Evaluated) -> None:
         """Print and record one evaluation."""
         name, losses = found.set_name, found.losses
-        for line in metrics.validation_lines(where, losses, set_name=name, samples=found.samples):
-            self._session.print_rank_last(line)
+        lines = metrics.validation_lines(where, losses, set_name=name, samples=found.samples)
+        self._session.print_rank_last(*lines, brief=screen.validation_line(where, name, losses))
         scalars = metrics.validation_scalars(losses, set_name=name, split=found.split)
         if not self._log.log_validation_ppl_to_tensorboard:
             scalars = {tag: value for tag, value in scalars.items() if not tag.endswith(" ppl")}

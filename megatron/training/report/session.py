@@ -12,8 +12,9 @@ from megatron.core.transport import host_data, parallel_state
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard import console
 from megatron.training.guard.console import say
-from megatron.training.guard.run_folder import RunFolder
+from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.watchdog import Watchdog
 from megatron.training.report.timers import Timers
 
@@ -37,9 +38,22 @@ class Session:
         for text in texts if self.ps.is_first_rank else ():
             say(text)
 
-    def print_rank_last(self, *texts: str) -> None:
-        for text in texts if self.ps.is_last_rank else ():
-            say(text)
+    def print_rank_last(self, *texts: str, brief: str | None = None) -> None:
+        """brief: what a terminal shows in the place of all of them, nothing where it is empty."""
+        if texts and self.ps.is_last_rank:
+            say("\n".join(texts), brief)
+
+    def open_log(self) -> None:
+        """On a terminal: from now on the run's folder has a file of what a pipe would get. Raises OutputPathError."""
+        assert self.folder.path is not None, "a run without a folder"
+        try:
+            log = console.open_log(self.folder.path)
+        except OSError as error:
+            raise OutputPathError(
+                f"{error.filename}: {error.strerror}: name another folder in --save"
+            ) from error
+        if log is not None:
+            self.print_rank_last(f" > log: {log}, every line in full")
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's plain value. Communicates over the world."""

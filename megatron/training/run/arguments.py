@@ -28,14 +28,15 @@ from megatron.training.config.command_line import (
     read_command_line,
 )
 from megatron.training.config.config import Config
+from megatron.training.config.config_page import render_page
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
-from megatron.training.config.problems import ConfigurationError, Problem, render_problems
+from megatron.training.config.problems import ConfigurationError, Problem, render_causes, render_problems
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
-from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json
+from megatron.training.guard.console import guard_console, on_terminal, terminal_width
+from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json, tell_launcher
 from megatron.training.guard.run_folder import is_held
 
 __all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
@@ -98,7 +99,7 @@ def launch_config(
     if problems and not words and not line.problems:
         # With the flag with which the page's lines overrule a trainer's own tokenizer, which may need more flags.
         own = ("--tokenizer-type ByteTokenizer",) if "tokenizer_type" in (args_defaults or {}) else ()
-        _speak(first_page(sys.orig_argv[0], sys.argv[0], own), env)
+        _speak(first_page(sys.orig_argv[0], sys.argv[0], own), env, ExitStatus.CONFIGURATION)
         raise SystemExit(int(ExitStatus.CONFIGURATION))
     if problems:
         raise _refuse(problems, env, words, config.checkpoint.save)
@@ -134,17 +135,18 @@ def _refuse(
 ) -> SystemExit:
     """The exception that ends the process, after local rank 0 has told why."""
     text = render_problems(problems)
-    _speak(text, env)
+    _speak(text, env, ExitStatus.CONFIGURATION)
     _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
     return SystemExit(int(ExitStatus.CONFIGURATION))
 
 
-def _speak(text: str, env: LaunchEnv) -> None:
+def _speak(text: str, env: LaunchEnv, status: ExitStatus) -> None:
     """Print for the ranks of this machine. One that is not the first speaks only if it is still there after the grace:
     then it alone was refused."""
     if env.local_rank != 0:
         time.sleep(SPEAKER_GRACE_S)
     print(text, file=sys.stderr, flush=True)
+    tell_launcher(env.error_file, status, text)
 
 
 def _refuse_checkpoint(
@@ -155,7 +157,7 @@ def _refuse_checkpoint(
     if env.local_rank != 0:
         time.sleep(SPEAKER_GRACE_S)
     else:
-        print(f"error (checkpoint, exit status {int(status)}): {error}", file=sys.stderr, flush=True)
+        _speak(f"error (checkpoint, exit status {int(status)}): {error}", env, status)
         _record_refusal(status, str(error), env, save, words)
     return SystemExit(int(status))
 
@@ -233,15 +235,21 @@ def _follows(problem: Problem, told: Sequence[Problem]) -> bool:
 
 
 def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:
-    """Print what --check-config is for, from local rank 0."""
-    if env.local_rank == 0:
-        report = build_report(config, problems)
-        told = render_json(report) if config.training.json else render_text(report)
-        encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
-        sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
-        if problems and not config.training.json:
-            print(render_problems(problems), file=sys.stderr, flush=True)
+    """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full."""
+    if env.local_rank != 0:
+        return
+    report, width = build_report(config, problems), terminal_width()
+    if config.training.json:
+        told, problems = render_json(report), ()
+    elif on_terminal() and not config.training.full:
+        told, wrong = render_page(report, width), render_causes(problems, width)
+    else:
+        told, wrong = render_text(report), render_problems(problems)
+    encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
+    sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+    if problems:
+        print(wrong, file=sys.stderr, flush=True)
 
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:

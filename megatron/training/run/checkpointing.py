@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.words import counted
 from megatron.training.config.saved_config import SCHEMAS, check_config
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
@@ -194,8 +195,8 @@ class Checkpointer:
             there, here = len(found.manifest.per_rank), self._ps.world_size
             if there != here:
                 self._say(
-                    f"random generators: the checkpoint has those of {there} ranks, this has {here}: ranks without one "
-                    "keep fresh seeds"
+                    f"random generators: the checkpoint has those of {counted(there, 'rank')}, this has {here}: ranks "
+                    "without one keep fresh seeds"
                 )
             self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
         if (theirs := found.manifest.torch_version) != torch_version:

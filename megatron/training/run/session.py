@@ -19,6 +19,7 @@ from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives, host_data, parallel_state
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.words import counted
 from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -82,7 +83,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
     said = f"; {said_by}" if asked is not None else ""  # else ranks share the cores
-    cores, ranks = device.available_cores(), env.local_world_size
+    cores, ranks = counted(device.available_cores(), "core"), counted(env.local_world_size, "local rank")
     size, padded = tokenizer.vocab_size, config.model.padded_vocab_size or 0
     session.print_rank_0(
         *([] if raised is None else [raised]),

@@ -155,7 +155,7 @@ class _Run:
         status = exit_status.status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
             diagnose = None if watchdog is None else watchdog.diagnose
-            exit_status.report_failure(error, STATUS_TABLE, diagnose=diagnose, **self._record_of(status))
+            self._report(error, diagnose=diagnose)
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
@@ -165,12 +165,17 @@ class _Run:
         """The same from a side thread, while the main one may be in a collective: this rank must not go on."""
         status = exit_status.status_of(error, STATUS_TABLE)
         try:
-            exit_status.report_failure(error, STATUS_TABLE, **self._record_of(status))
+            self._report(error)
             if self.session is not None:
                 self.session.watchdog.close(reason=str(error))
             self.folder.release()
         finally:
             exit_status.hard_exit(status)
+
+    def _report(self, error: BaseException, diagnose: Callable[[], str] | None = None) -> None:
+        record = self._record_of(exit_status.status_of(error, STATUS_TABLE))
+        files = {"error_file": self.env.error_file, **record}
+        exit_status.report_failure(error, STATUS_TABLE, diagnose=diagnose, **files)
 
     def _record_of(self, status: ExitStatus) -> dict[str, Any]:
         """Where an exit record goes, and what it says of the run: this rank, its last completed iteration, the newest

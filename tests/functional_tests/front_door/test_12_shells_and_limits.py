@@ -29,7 +29,7 @@ def console_events(folder):
         ({"FULL": "1"}, ["stdout: No space left on device"]),
         ({"FULL": "1 2"}, ["stdout: No space left on device"]),
         ({"UNREAD": "1"}, ["stdout: Broken pipe"]),
-        ({"TERMINAL": "iteration        1/"}, ["stdout: Input/output error"]),
+        ({"TERMINAL": "step 1/", "TERM": "xterm"}, ["stdout: Input/output error"]),
     ],
     ids=lambda value: "-".join([*value, *value.values()]) if isinstance(value, dict) else "",
 )
@@ -124,8 +124,8 @@ def test_what_is_let_through_has_enough_files(tmp_path, files):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], " > threads per rank: 3 (1 cores, 1 local ranks; OMP_NUM_THREADS)"),
-        (["--threads-per-rank", "2"], " > threads per rank: 2 (1 cores, 1 local ranks; --threads-per-rank)"),
+        ([], " > threads per rank: 3 (1 core, 1 local rank; OMP_NUM_THREADS)"),
+        (["--threads-per-rank", "2"], " > threads per rank: 2 (1 core, 1 local rank; --threads-per-rank)"),
     ],
 )
 def test_the_users_number_of_threads_counts(tmp_path, flags, told):

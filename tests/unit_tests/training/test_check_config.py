@@ -48,7 +48,7 @@ def test_the_text_is_yaml_with_origins(capsys, tmp_path):
     assert f"adam_beta2: 0.95  # {file}:3" in lines
     assert "num_layers: 2  # flag" in lines
     assert "adam_beta1: 0.9  # default" in lines
-    assert any(line.startswith("# rank grid: 1 ranks") for line in lines)
+    assert any(line.startswith("# rank grid: 1 rank,") for line in lines)
     assert any(line.startswith("# parameters: ") for line in lines)
 
 

@@ -201,10 +201,12 @@ def test_start_memory_checkpoint_and_exit_lines():
     assert metrics.datetime_line("exiting program at iteration 9", WHEN).startswith(
         "[exiting program at iteration 9] datetime: 2026-03-04 "
     )
-    assert metrics.THREADS.format(threads=1, cores=2, ranks=2, said_by="") == (
+    assert metrics.THREADS.format(threads=1, cores="2 cores", ranks="2 local ranks", said_by="") == (
         " > threads per rank: 1 (2 cores, 2 local ranks)"
     )
-    told = metrics.THREADS.format(threads=3, cores=2, ranks=2, said_by="; OMP_NUM_THREADS")
+    told = metrics.THREADS.format(
+        threads=3, cores="2 cores", ranks="2 local ranks", said_by="; OMP_NUM_THREADS"
+    )
     assert told == " > threads per rank: 3 (2 cores, 2 local ranks; OMP_NUM_THREADS)"
     lines = metrics.dataset_lines("GPT", {"train": 80, "validation": 8, "test": 0})
     assert lines[0] == "> building train, validation, and test datasets for GPT ..."

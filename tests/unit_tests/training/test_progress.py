@@ -97,13 +97,14 @@ def test_plain_lines_every_ten_seconds_without_control_codes():
         if i == 30:
             progress.checkpoint_saved()
         progress.update(i)
+        progress.show()
     progress.close()
     lines = out.getvalue().splitlines()
     assert [line.split("|")[1].strip() for line in lines] == [
         f"step {i}/100" for i in (2, 12, 22, 32, 42, 52, 62, 72, 82, 92, 100)
     ]
     assert lines[3] == (
-        " progress:  32.0% | step 32/100 | loss 3.2100 | tokens/s 12,346 | MFU n/a | ETA 0:01:08"
+        " progress:  32.0% | step 32/100 | loss 3.2100 | tokens/s 12,346 | ETA 0:01:08"
         " | last checkpoint 2 s ago"
     )
     assert "last checkpoint none" in lines[0]
@@ -111,29 +112,27 @@ def test_plain_lines_every_ten_seconds_without_control_codes():
     assert "\r" not in out.getvalue()
 
 
-def test_mfu_when_known():
+def test_a_loss_that_is_not_known():
     out, clock = io.StringIO(), Clock()
     progress = ProgressLine(1, stream=out, clock=clock)
-    progress.figures(loss=None, tokens_per_s=1.0, mfu=0.4567)
+    progress.figures(loss=None, tokens_per_s=1.0)
     progress.update(1)
+    progress.show()
     assert "loss n/a" in out.getvalue()
-    assert "MFU 45.7%" in out.getvalue()
 
 
 def test_live_line_on_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    out, clock = Terminal(), Clock()
-    progress = ProgressLine(10, stream=out, clock=clock, interactive=True, first_iteration=3)
+    bars, clock = [], Clock()
+    progress = ProgressLine(10, clock=clock, show_bar=bars.append, first_iteration=3)
     progress.figures(loss=1.5, tokens_per_s=10.0)
     for i in range(3, 11):
         clock.now += 1.0
         progress.update(i)
+        progress.show()
     progress.close()
     progress.close()
-    text = out.getvalue()
+    assert bars.pop() is None, "the terminal is not given back"
+    text = "\n".join(bars)
     assert "20.0% | 2/10" not in text, "nothing is shown before the first update"
     assert "30.0% | 3/10" in text
     assert "100.0% | 10/10" in text
@@ -141,4 +140,8 @@ def test_live_line_on_a_terminal():
 
 
 def test_a_file_or_pipe_gets_plain_lines():
-    assert ProgressLine(10, stream=io.StringIO())._live is None
+    out = io.StringIO()
+    progress = ProgressLine(1, stream=out)
+    progress.update(1)
+    progress.show()
+    assert out.getvalue().startswith(" progress: 100.0% | step 1/1 | ")

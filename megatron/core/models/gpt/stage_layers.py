@@ -51,8 +51,8 @@ def split_stages(
     if chunks is not None and len(counts) != chunks * ranks:
         asked = LAYOUT if by_layout else f"{_PER_CHUNK} {config.num_layers_per_virtual_pipeline_stage}"
         raise StageLayersError(
-            f"{asked} makes {len(counts)} stages, the pipeline's schedule has {chunks * ranks}: {chunks} on each of "
-            f"{ranks} ranks; "
+            f"{asked} makes {len(counts)} stages, the pipeline's schedule has {chunks * ranks}: {chunks} on each "
+            f"pipeline rank; "
             + (f"write {chunks * ranks} stages" if by_layout else f"leave {_PER_CHUNK} out")
         )
     if ranks == 1 and len(counts) > 1:

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import bound_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec, order_within_limits
+from megatron.core.words import counted
 
 # Beyond so many forwards a simulation would make --check-config wait.
 MOST_FORWARDS = 50_000
@@ -79,12 +80,10 @@ def facts_lines(spec: ScheduleSpec, num_microbatches: int | None) -> list[str]:
     """The same as text, without the stages."""
     placement, bubble = spec.placement, bubble_rate(spec, num_microbatches)
     chunks = f" x {placement.num_chunks} chunks" if placement.num_chunks > 1 else ""
-    told = [f"pipeline: {spec.schedule}, {placement.num_ranks} ranks{chunks}"]
+    told = [f"pipeline: {spec.schedule}, {counted(placement.num_ranks, 'rank')}{chunks}"]
     if num_microbatches is not None:
         groups = f" in groups of {spec.group_size}" if spec.group_size is not None else ""
-        told.append(
-            f"{num_microbatches} {'microbatch' if num_microbatches == 1 else 'microbatches'} a step{groups}"
-        )
+        told.append(f"{counted(num_microbatches, 'microbatch', 'microbatches')} a step{groups}")
     if bubble is not None:
         costs = "by the FLOPs of the stages" if spec.estimated else "with equal stages and F = B = W"
         told.append(f"bubble {100 * bubble:.1f}% {costs}")

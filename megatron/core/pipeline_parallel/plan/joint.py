@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_f
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.text import size_text
+from megatron.core.words import size_text
 
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.plan.text import mib_text
+from megatron.core.words import mib_text
 
 _NS_PER_S = 1e9
 

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.pipeline_parallel.plan.verify import verify
+from megatron.core.words import counted
 
 MAX_BYTES = 1 << 24  # 64 ranks with 1024 microbatches on a V
 _NUMBERS, _FLAGS = ("ranks", "chunks", "microbatches"), ("bitwise", "forward_only")
@@ -138,7 +139,7 @@ def load_plan(path: str, num_ranks: int, *, post_validation: bool) -> PlanFile:
         raise PlanError(f"{flag} is the plan of an evaluation: save one for training")
     if ranks != num_ranks:
         raise PlanError(
-            f"{flag} is a plan for {ranks} pipeline ranks, --pipeline-model-parallel-size is {num_ranks}"
+            f"{flag} is a plan for {counted(ranks, 'pipeline rank')}, --pipeline-model-parallel-size is {num_ranks}"
         )
     if file.steps and not post_validation:
         raise PlanError(
@@ -164,20 +165,3 @@ def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:
         texts = ir.row_texts(bare, _TORCH_NAMES)
         writer.writerow(f"{text}OVERLAP_F_B" if text.startswith("(") else text for text in texts)
     return out.getvalue()
-
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def size_text(size: float, unit: str = "bytes") -> str:
-    """Bytes in GB of 1e9, what is small in less; anything else as it is."""
-    if unit != "bytes":
-        return f"{size:.4g}"
-    factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
-    return f"{size / factor:.4g} {name}"
-
-
-def mib_text(size: float) -> str:
-    """Bytes in MiB, what is smaller than a hundredth of one in KiB."""
-    mib = size / 2**20
-    return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
+from megatron.core.words import counted
 
 _DONE_F, _DONE_B, _DONE_W = 1, 2, 4
 _DOES = {ir.F: _DONE_F, ir.B: _DONE_B, ir.W: _DONE_W, ir.BW: _DONE_B | _DONE_W}
@@ -42,7 +43,7 @@ def verify(
     if plan.num_microbatches < 1:
         raise ir.PlanError(f"a plan has at least 1 microbatch, not {plan.num_microbatches}")
     if len(plan.rows) != plan.placement.num_ranks:
-        raise ir.PlanError(f"{len(plan.rows)} rows for {plan.placement.num_ranks} ranks")
+        raise ir.PlanError(f"{len(plan.rows)} rows for {counted(plan.placement.num_ranks, 'rank')}")
     needed, found = plan.placement.num_stages * plan.num_microbatches, plan.num_ops
     if needed > max(found, SMALL):  # before anything is allocated by numbers that a file may claim
         raise ir.PlanError(

@@ -6,8 +6,8 @@ from megatron.core.pipeline_parallel.plan.costs import activations
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, op_text, partner_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
-from megatron.core.pipeline_parallel.plan.text import size_text
 from megatron.core.pipeline_parallel.plan.timeline import execute
+from megatron.core.words import size_text
 
 Bar = tuple[float, float, int, str]  # start, end, place in the row, text
 Moments = list[tuple[float, Held]]  # from each of these times on

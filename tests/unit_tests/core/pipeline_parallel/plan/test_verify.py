@@ -187,5 +187,5 @@ def test_a_plan_of_nothing_is_refused():
 
 def test_rows_are_one_a_rank():
     plan = plan_of("0F0 0BW0")
-    with pytest.raises(PlanError, match="2 rows for 1 ranks"):
+    with pytest.raises(PlanError, match="2 rows for 1 rank"):
         verify(dataclasses.replace(plan, rows=plan.rows * 2))
