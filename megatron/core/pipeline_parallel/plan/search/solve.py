@@ -29,7 +29,7 @@ _FRUITLESS = 24
 # Single moves find what no filled gap does on few operations alone.
 _MOST_MOVED_OPS, _TRIES = 600, 4000
 # Orders that are tried longer.
-_FINALISTS = 6
+_FINALISTS = 2
 # A steady state may take this many microbatches to come back to itself.
 _LONGEST_CYCLE = 6
 
