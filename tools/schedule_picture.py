@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.plan.drawing.held_over_time import (
 )
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.text import size_text
 
 COLOURS = (
     "#5a96e6",
