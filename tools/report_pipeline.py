@@ -67,5 +67,5 @@ def planned_step(run: RunRecord) -> Picture | None:
     costs = CostModel.of_ranks(plan.placement)
     found = simulate(lower(plan, costs), costs)
     made = plan_picture(found, small=plan.num_ops > MOST_BOXES, time_name="time: a rank's F takes 1")
-    note = f"{summary(found)}. {made.note} For a step as it ran, train with --log-pipeline-timeline."
+    note = f"{summary(found)}. {made.note} For the step as it ran, train with --log-pipeline-timeline and give --timeline here."
     return dataclasses.replace(made, title="The step as planned, at equal times of F, B and W", note=note)

@@ -30,6 +30,7 @@ class Entry:
 
     simulation: planned; None if the schedule cannot be had, and `problem` says why. problem: also what is wrong with
     one that can be had but not run (memory). measured: the step of a run, where there is one. remarks: lines to add.
+    time_name: of the axis of time.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Entry:
     problem: str = ""
     measured: Simulation | None = None
     remarks: tuple[str, ...] = ()
+    time_name: str = "time"
 
 
 def entry_of(
@@ -155,13 +157,12 @@ def to_html(
         body += [element("p", html.escape(remark)) for remark in entry.remarks]
         if entry.simulation is not None:
             both, span = (entry.simulation, entry.measured), longest(entries)
-            seconds = entry.measured is not None or any("seconds" in remark for remark in entry.remarks)
             drawing = plan_picture(
                 *both,
                 span=span,
                 held=held[entry.name],
                 small=boxes > MOST_BOXES,
-                time_name="seconds" if seconds else "time",
+                time_name=entry.time_name,
             )
             body.append(drawing.figure(wide=True))
     return page(title, body)

@@ -115,10 +115,18 @@ def plan_picture(
         strips += _wire(simulation, rank)
         strips.append(held.strip(rank, 22 if small else 48))
     longest = span or max(one.makespan for one in both)
+    if title is None:
+        title = (
+            summary(simulation)
+            if measured is None
+            else f"{simulation.plan.schedule}: "
+            + "; ".join(
+                f"{suffix.strip()} {one.makespan:.5g}, bubble {one.bubble_rate:.2%}"
+                for one, suffix in zip(both, suffixes, strict=True)
+            )
+        )
     keys, note = [*_keys(both), *held.keys], f"{how_counted(simulation)} Memory is in {held.unit}."
-    return lanes(
-        title or summary(simulation), strips, span=longest, time_name=time_name, keys=keys, note=note
-    )
+    return lanes(title, strips, span=longest, time_name=time_name, keys=keys, note=note)
 
 
 def how_counted(simulation: Simulation) -> str:
@@ -198,8 +206,7 @@ def to_picture(simulation: Simulation, *, span: float | None = None, width: int 
 
 def beside_svg(planned: Simulation, measured: Simulation) -> str:
     """A file with two lanes a rank on one axis, planned above measured; times in seconds."""
-    title = f"planned {summary(planned)}; measured {summary(measured, held=False)}"
-    return plan_picture(planned, measured, title=title, time_name="seconds").svg(1200)
+    return plan_picture(planned, measured, time_name="seconds").svg(1200)
 
 
 def several_svg(simulations: Sequence[Simulation]) -> str:

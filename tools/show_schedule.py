@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> str:
     if args.rank_memory_limit is not None:
         name, shown, reasons = schedule_budget.chosen(args)
         simulation = drawable(shown.simulation)
-        drawn = Entry(name, simulation, remarks=("Times are seconds.",))
+        drawn = Entry(name, simulation, time_name="seconds")
     else:
         if names == [AUTO]:
             entry, reasons = chosen(args)
@@ -331,7 +331,7 @@ def measured_page(
     ran = plan.placement
     over = over_limit(planned, limits)
     problem = "" if over is None else f"needs {over[1]:g} activations on rank {over[0]}"
-    entries = [Entry(plan.schedule, planned, problem, measured, remarks=("Times are seconds.",))]
+    entries = [Entry(plan.schedule, planned, problem, measured, time_name="seconds")]
     for name in names:
         if name == AUTO:
             raise PlanError(f"--measured compares schedules by name, not {AUTO}")
@@ -345,7 +345,7 @@ def measured_page(
             remark = "From the run's measured times of each rank, divided evenly over its chunks here."
         request = Request(ran.num_ranks, plan.num_microbatches, chunks, group, own, limits)
         entry = entry_of(name, request, own, limits)
-        entries.append(dataclasses.replace(entry, remarks=(remark,)))
+        entries.append(dataclasses.replace(entry, remarks=(remark,), time_name="seconds"))
     return compared(args, entries, [], limits)
 
 
