@@ -204,9 +204,9 @@ def to_picture(simulation: Simulation, *, span: float | None = None, width: int 
     return plan_picture(simulation, title=title, span=span, small=True).svg(width)
 
 
-def beside_svg(planned: Simulation, measured: Simulation) -> str:
+def beside_svg(planned: Simulation, measured: Simulation, held: HeldCurves | None = None) -> str:
     """A file with two lanes a rank on one axis, planned above measured; times in seconds."""
-    return plan_picture(planned, measured, time_name="seconds").svg(1200)
+    return plan_picture(planned, measured, held=held, time_name="seconds").svg(1200)
 
 
 def several_svg(simulations: Sequence[Simulation]) -> str:

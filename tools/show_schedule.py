@@ -65,7 +65,7 @@ from tools.schedule_page import (
     table,
     to_html,
 )
-from tools.schedule_picture import beside_svg, several_svg, to_picture, to_svg
+from tools.schedule_picture import HeldCurves, beside_svg, several_svg, to_picture, to_svg
 from tools.schedule_text import columns_per_unit, overlay_figures, overlay_text, to_text
 from tools.schedule_trace import overlay_trace, to_trace
 
@@ -301,14 +301,18 @@ def run_measured(args: argparse.Namespace) -> str:
     planned = drawable(simulate(step.plan, costs, step.lanes))
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     limits = limits_of(args, step.plan.placement.num_ranks)
+    held = None
+    if step.lanes is not None and (is_page or args.format == "svg"):
+        in_bytes = simulate(step.plan, overlay.in_bytes(costs, step), step.lanes)
+        held = HeldCurves(in_bytes, at_rest=step.at_rest)
     if is_page:
-        return measured_page(args, names, planned, measured, limits)
+        return measured_page(args, names, planned, measured, limits, held)
     fitting(planned, limits)
     if args.format == "text":
         head = f"iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}, seconds\n"
         return head + overlay_text(planned, measured)
     if args.format == "svg":
-        return beside_svg(planned, measured)
+        return beside_svg(planned, measured, held)
     if args.format == "trace":
         return overlay_trace(planned, measured, step.spans)
     if args.format == "json":
@@ -325,13 +329,15 @@ def measured_page(
     planned: Simulation,
     measured: Simulation,
     limits: tuple[float, ...] | None,
+    held: HeldCurves | None,
 ) -> str:
-    """The run beside its plan, and the other schedules named, planned from what the run measured."""
+    """The run beside its plan, and the other schedules named, planned from what the run measured. held: by the run's
+    units, where it has them."""
     plan, costs = planned.plan, planned.costs
     ran = plan.placement
     over = over_limit(planned, limits)
     problem = "" if over is None else f"needs {over[1]:g} activations on rank {over[0]}"
-    entries = [Entry(plan.schedule, planned, problem, measured, time_name="seconds")]
+    entries = [Entry(plan.schedule, planned, problem, measured, time_name="seconds", held=held)]
     for name in names:
         if name == AUTO:
             raise PlanError(f"--measured compares schedules by name, not {AUTO}")
