@@ -76,6 +76,8 @@ def _drawn(title: str, pattern: str, words: str, runs: Runs) -> Picture | None:
     kinds: list[str] = []
     for number, (name, run) in enumerate(runs):
         for tag in sorted(tag for tag in run.curves if re.fullmatch(pattern, tag)):
+            if "varied" in words and not any(run.curves[tag].values):
+                continue
             planned, measured = (tag.startswith(start) for start in ("planned-", "measured-"))
             kind = tag.removeprefix("planned-").removeprefix("measured-")
             kinds += [] if kind in kinds else [kind]
