@@ -19,12 +19,8 @@ from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNS
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.text import size_text
 
-COLOURS = (
-    "#5a96e6",
-    "#55b88c",
-    "#e8b23e",
-    "#3fa9a5",
-)  # F, B, W, BW; letters on them are dark, by light and by dark
+# Of F, B, W and BW; letters on them are dark, on a light page and on a dark one.
+COLOURS = ("#5a96e6", "#55b88c", "#e8b23e", "#3fa9a5")
 _WORDS = ("F: forward", "B: input gradient", "W: weight gradient", "BW: backward")
 IDLE, OUTSIDE = "var(--idle)", "var(--outside)"
 MOST_BOXES = 6000  # that are drawn with a tooltip each
