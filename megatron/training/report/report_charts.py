@@ -101,7 +101,7 @@ def _kind(tag: str) -> str:
 
 
 def _marks(runs: Runs) -> list[Mark]:
-    """Of one run: checkpoints, and resumes with the new layout where that has changed."""
+    """Of one run: checkpoints, and resumes with what is new of the layout."""
     marks: list[Mark] = []
     now = ""
     for event in runs[0][1].events if len(runs) == 1 else ():
@@ -112,7 +112,8 @@ def _marks(runs: Runs) -> list[Mark]:
             before, now = now, layout(event)
             if before not in ("", now):
                 told = f"resumed after iteration {at}: layout {before} -> {now}"
-                marks.append(Mark(at, "resume", told, f"resumed: {now}"))
+                new = [part for part in now.split(", ") if part not in before.split(", ")]
+                marks.append(Mark(at, "resume", told, f"resumed: {', '.join(new) or now}"))
             elif at > 0:
                 marks.append(Mark(at, "resume", f"resumed after iteration {at}", "resumed"))
     return marks
