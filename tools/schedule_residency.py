@@ -53,9 +53,9 @@ def check(args: argparse.Namespace) -> None:
     if None in given:
         raise PlanError("gathers and reductions take both --data-parallel-size and --num-layers")
     of_one = len(args.schedule or []) == 1 and args.schedule != ["all"]
-    if not of_one or args.measured or args.pictures or args.format not in ("text", "json"):
+    if not of_one or args.measured or args.pictures or args.format not in ("text", "json", "html"):
         raise PlanError(
-            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text, json or --html: "
+            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text, json or html: "
             "leave out --measured, --pictures and further schedules"
         )
 

@@ -137,8 +137,9 @@ class Reporter:
         self.start_interval()
         assert session.folder.path is not None, "a run without a folder"
         speaks, begins, total = session.ps.is_last_rank, state.iteration, session.config.total_iterations
+        count = round(sum(session.gather(_own_parameters(session, engine))))
         self.writers = open_writers(
-            session.config, session.folder.path, enabled=speaks, resumed_iteration=begins
+            session.config, session.folder.path, enabled=speaks, resumed_iteration=begins, parameters=count
         )
         total = total if self._log.progress != "off" else 0
         bar = show_bar if on_terminal() else None
@@ -332,6 +333,14 @@ def append_progress(save: str, event: str, *, job_id: str, world_size: int, stat
             file.write("\t".join(fields) + "\n")
     except OSError as error:
         warn(f"{path} is not written: {error}")
+
+
+def _own_parameters(session: Session, engine: Engine) -> float:
+    """Parameters on this rank, each divided by how many ranks have it, so that the ranks' sum is the model's."""
+    if session.ps.dp_rank > 0:
+        return 0.0
+    every = ((part, 2 if meta.shared else 1) for meta in engine.param_meta.values() for part in meta.parts)
+    return sum(part.numel / (part.copies * stages) for part, stages in every)
 
 
 def _rate(amount: float, elapsed_s: float) -> float:
