@@ -18,12 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.command import program
 from megatron.core.drawing.charts import Series, line_chart
 from megatron.core.drawing.page import COLOURS, Picture, element, fold, table
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.report import charts, publish, setting_text, totals, write_report, written
 from megatron.training.report.report_charts import loss_chart, smoothed, smoothing_window
 from megatron.training.report.run_record import RunRecord, layout, read_run
+from tools.commands import as_called
 from tools.report_pipeline import measured_step, planned_step
 
 
@@ -31,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 when there is nothing to report on, or what there is is damaged."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="report.py", description=__doc__, formatter_class=shape, allow_abbrev=False
+        prog=program(__file__), description=as_called(__doc__), formatter_class=shape, allow_abbrev=False
     )
     parser.add_argument("run", type=Path, nargs="+", help="several: compared on one page")
     parser.add_argument(
@@ -53,10 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         out = made(args, metrics, target)
     except OSError as error:
-        print(f"report.py: {error.filename or target}: {error.strerror or error}", file=sys.stderr)
+        print(f"{parser.prog}: {error.filename or target}: {error.strerror or error}", file=sys.stderr)
         return 2
     except ValueError as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     print(f"{out} ({out.stat().st_size / 1024:.0f} KiB)")
     return 0

@@ -365,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(run(args), end="")
     except PlanError as error:
-        print(f"show_schedule.py: {error}", file=sys.stderr)
+        print(f"{line.prog}: {error}", file=sys.stderr)
         return 2
     return 0
 

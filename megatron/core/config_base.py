@@ -13,8 +13,8 @@ destination name (`args.hidden_size`), its annotation gives the type of the valu
 Numbers have a least and a largest value, COUNT and FLOAT if no other, which every source of values is held to: words,
 YAML, JSON, checkpoints, the launcher, and what is derived (`training/values.py`).
 
-A boolean flag takes no value: its presence turns the default round (`flags=("--disable-bias-linear",)` on a
-field `add_bias_linear` that defaults to True stores False).
+A boolean flag takes no value: its presence turns the default round (`--no-data-sharding` of a field `data_sharding`
+that defaults to True stores False).
 
 Group files do not use `from __future__ import annotations`: the annotations must stay types, not strings.
 A field with `required` or `derived` is annotated with the type it has after `resolve`, and is None before.
@@ -72,7 +72,8 @@ Rate = Annotated[float, Bounds(0, 1, below=True)]
 class ArgInfo:
     """What `arg` records beside a field's default.
 
-    flags: every accepted spelling, the documented one first; empty = `--` + the field's name with dashes.
+    flags: every accepted spelling, the documented one first; empty = `--`, or `--no-` where the default is True, and
+           the field's name with dashes.
     unit:  shown in the help and the docs page ("tokens", "samples", "bytes", "s", "iterations").
     nargs: exact count or "+", for tuples; default "+".
     parse: turns one word into the value, where the annotation is not enough (list expressions, sizes).
@@ -107,7 +108,7 @@ def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Every spelling of a field's flag, the documented one first."""
     info = arg_info(field)
     assert info is not None, f"field {field.name} is no flag"
-    return info.flags or ("--" + field.name.replace("_", "-"),)
+    return info.flags or (("--no-" if field.default is True else "--") + field.name.replace("_", "-"),)
 
 
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:

@@ -40,25 +40,19 @@ class DataConfig:
     mock_data: bool = arg(False, "counting sequences instead of a corpus")
     full_validation: bool = arg(False, "each evaluation runs over the whole validation set")
     multiple_validation_sets: bool = arg(False, "evaluate each validation corpus on its own")
-    mmap_bin_files: bool = arg(True, "read .bin with file reads", flags=("--no-mmap-bin-files",))
+    mmap_bin_files: bool = arg(True, "read .bin with file reads")
     num_dataset_builder_threads: Threads = arg(1, "threads that build datasets on each rank")
     mid_level_dataset_surplus: Share = arg(0.005, "extra share of samples asked of each member of a blend")
     reset_position_ids: bool = arg(False, "positions start again after an end-of-document token")
     reset_attention_mask: bool = arg(False, "attention stops at an end-of-document token")
     eod_mask_loss: bool = arg(False, "no loss on end-of-document tokens")
-    create_attention_mask_in_dataloader: bool = arg(
-        True, "no s x s masks from the loader", flags=("--no-create-attention-mask-in-dataloader",)
-    )
+    create_attention_mask_in_dataloader: bool = arg(True, "no s x s masks from the loader")
     dataloader_type: Literal["single", "cyclic", "external"] | None = arg(
         None,
         "order of samples: as indexed, reshuffled each epoch, or the user's own loader",
         derived="single",
     )
-    data_sharding: bool = arg(
-        True,
-        "cyclic: each rank draws from all samples, not from its own bucket",
-        flags=("--no-data-sharding",),
-    )
+    data_sharding: bool = arg(True, "cyclic: each rank draws from all samples, not from its own bucket")
     num_workers: Annotated[int, Bounds(0, 1024)] = arg(
         2, "loader threads on each rank; 0 = load in the training thread"
     )

@@ -42,9 +42,7 @@ class TrainingConfig:
     manual_gc_interval: Index = arg(
         0, "steps between collections with --manual-gc; 0 = never", unit="iterations"
     )
-    manual_gc_eval: bool = arg(
-        True, "no collection before and after evaluation", flags=("--no-manual-gc-eval",)
-    )
+    manual_gc_eval: bool = arg(True, "no collection before and after evaluation")
     yaml_cfg: str | None = arg(None, "YAML file of settings; the command line wins")
     check_config: bool = arg(
         False, "print the resolved configuration, the rank grid and parameters per rank, then exit", ours=True
@@ -129,12 +127,8 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = arg(False, "exp(loss) beside the validation loss")
     log_memory_to_tensorboard: bool = arg(False, "memory figures")
     log_world_size_to_tensorboard: bool = arg(False, "number of ranks")
-    log_learning_rate_to_tensorboard: bool = arg(
-        True, "no learning rate", flags=("--no-log-learning-rate-to-tensorboard",)
-    )
-    log_loss_scale_to_tensorboard: bool = arg(
-        True, "no loss scale", flags=("--no-log-loss-scale-to-tensorboard",)
-    )
+    log_learning_rate_to_tensorboard: bool = arg(True, "no learning rate")
+    log_loss_scale_to_tensorboard: bool = arg(True, "no loss scale")
     wandb_project: str | None = arg(None, "Weights & Biases project; turns it on")
     wandb_entity: str | None = arg(None, "Weights & Biases entity")
     wandb_exp_name: str | None = arg(None, "Weights & Biases run name")
@@ -170,7 +164,6 @@ class ReliabilityConfig:
     check_for_nan_in_loss_and_grad: bool = arg(
         True,
         "take steps whether loss and gradients are finite or not; weights that are not end the run all the same",
-        flags=("--no-check-for-nan-in-loss-and-grad",),
     )
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = arg(
         "disabled", "validate_results: compute a rejected step again, as --nan-policy rerun-once"

@@ -73,10 +73,10 @@ CheckState = Callable[[Found, bool], None]
 
 
 class Checkpointer:
-    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world.
+    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world. saved: told of
+    each checkpoint once it is one: its iteration, its directory.
 
-    guard: called on rank 0 before it changes anything in --save, see `save.save`. saved: told of each checkpoint once
-    it is one: its iteration, its directory.
+    guard: called on rank 0 before it changes anything in --save, see `save.save`.
     """
 
     def __init__(
