@@ -123,7 +123,9 @@ def run_simple_mcore_train_loop(ctx, tp, pp, folder):
     return losses
 
 
-torch.optim.Adam([torch.zeros(1)])  # imports much, once
+# Once here, so that forked ranks need not.
+torch.optim.Adam([torch.zeros(1)])
+MODULES = [importlib.import_module(f"megatron.compat.{name}") for name in ("datasets", "model", "training")]
 
 
 @functools.cache
