@@ -115,9 +115,7 @@ class DataParallelModel(nn.Module):
         strategy = ddp_config.data_parallel_sharding_strategy
         strategy = "optim" if ddp_config.use_distributed_optimizer and strategy == "no_shard" else strategy
         if strategy not in ("no_shard", "optim"):
-            raise ValueError(
-                f"data_parallel_sharding_strategy={strategy!r}: use optim, fully_shard or pretrain()"
-            )
+            raise ValueError(f"data_parallel_sharding_strategy={strategy!r}: use optim, or fully_shard")
         ours, ps = ddp_config.group(data_parallel_config.DistributedDataParallelConfig), current()
         plain = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_custom_fsdp"), False)
         ours = dataclasses.replace(
@@ -157,9 +155,7 @@ class DataParallelModel(nn.Module):
 def finalize_model_grads(model: Sequence[nn.Module], *_: Any, **__: Any) -> None:
     """A step's backwards are done: gradients are complete on every rank. Communicates over dp, tp and embedding."""
     for one in model:
-        assert isinstance(one, DataParallelModel), (
-            "finalize_model_grads: wrap the model in DistributedDataParallel"
-        )
+        assert isinstance(one, DataParallelModel), "wrap the model in DistributedDataParallel"
         one.finish_grad_sync()
 
 
@@ -207,10 +203,6 @@ def get_megatron_optimizer(
     """Of one wrapped model. Raises ValueError for more, and for conditions by parameter."""
     first, *more = model_chunks
     if more or any(one not in (None, 1.0) for one in [*conditions, *named.values()]):
-        raise ValueError(
-            "get_megatron_optimizer: one model, without conditions by parameter; decoupled_lr is here"
-        )
-    assert isinstance(first, DataParallelModel), (
-        "get_megatron_optimizer: wrap the model in DistributedDataParallel"
-    )
+        raise ValueError("get_megatron_optimizer: of one model, without conditions; decoupled_lr is here")
+    assert isinstance(first, DataParallelModel), "wrap the model in DistributedDataParallel"
     return ModelOptimizer(config, first)
