@@ -4,6 +4,7 @@ over our plans, engine and optimizer."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,31 +53,23 @@ def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
 
 
 def forward_backward(
-    *,
-    forward_step_func: ForwardStep,
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    **_: Any,
+    *, forward_step_func: ForwardStep, data_iterator: Any, model: Any, num_microbatches: int, **named: Any
 ) -> list[Any]:
     """What the loss function reports of each microbatch, on the ranks that compute the loss; elsewhere [].
 
-    By 1F1B. Gradients are of the mean over microbatches. Shapes need not be told: messages carry them. Communicates
-    over the pipeline, and with whom `config.finalize_model_grads_func` does. Raises ValueError for several chunks.
+    By 1F1B; forward_only: without backwards. Gradients are of the mean over microbatches. Shapes need not be told:
+    messages carry them. Communicates over the pipeline, and with whom `config.finalize_model_grads_func` does. Raises
+    ValueError for several chunks a rank, for losses by token, and where something else than losses is to be collected.
     """
-    (wrapped, *more), batches = model if isinstance(model, list) else [model], data_iterator
-    if more or collect_non_loss_data:
-        raise ValueError(
-            "get_forward_backward_func: one chunk a rank, and losses only; pretrain() interleaves"
-        )
+    (wrapped, *more), (batches, *_) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
+    if more or config.calculate_per_token_loss or named.get("collect_non_loss_data"):
+        raise ValueError(
+            "get_forward_backward_func: one chunk a rank and means of losses only, see pretrain()"
+        )
+    forward_only, ends, reports = named.get("forward_only", False), ps.pp_rank == ps.pp_size - 1, []
     channel, steps = _OF_MODEL.setdefault(wrapped, (P2P(ps), itertools.count()))
-    source = StepBatches(batches[0] if isinstance(batches, list) else batches, reads=batches is not None)
-    step, begins, ends = next(steps), ps.pp_rank == 0, ps.pp_rank == ps.pp_size - 1
-    reports: list[Any] = []
-    tokens: list[Tensor] = []
+    step, source = next(steps), StepBatches(batches, reads=batches is not None)
 
     def run(microbatch: int, hidden: Tensor | None) -> Tensor:
         if isinstance(inner, MegatronModule):
@@ -86,24 +79,25 @@ def forward_backward(
         output, loss_func = forward_step_func((source.microbatch(microbatch) for _ in range(1)), wrapped)
         if not ends:
             return output
-        result, per_token = evaluate_loss(output, loss_func), config.calculate_per_token_loss
+        result = evaluate_loss(output, loss_func)
         reports.append(result.report)
-        tokens.extend([] if result.num_tokens is None else [result.num_tokens])
-        loss = loss_to_differentiate(result, per_token) / (1 if per_token else num_microbatches)
+        loss = loss_to_differentiate(result, per_token_loss=False) / num_microbatches
         return loss if config.grad_scale_func is None or forward_only else config.grad_scale_func(loss)
 
     sink = inner.context.grads if isinstance(inner, MegatronModule) else None
-    placement, purpose = (
-        Placement(LINEAR, ps.pp_size, 1),
-        PlanPurpose.EVALUATE if forward_only else PlanPurpose.TRAIN,
-    )
+    stages = {ps.pp_rank: ModelStage(run, sink, begins=ps.pp_rank == 0, ends=ends)}
+    placement = Placement(LINEAR, ps.pp_size, 1)
+    purpose = PlanPurpose.EVALUATE if forward_only else PlanPurpose.TRAIN
     plan = plan_for(ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement)), num_microbatches, purpose)
     with torch.set_grad_enabled(not forward_only):
-        stages = {ps.pp_rank: ModelStage(run, sink, begins=begins, ends=ends)}
         Executor(plan, ps.pp_rank, stages, channel).run(step)
-    if not forward_only and config.finalize_model_grads_func is not None:
-        config.finalize_model_grads_func([wrapped], torch.stack(tokens).sum() if tokens else None)
+    if config.finalize_model_grads_func is not None and not forward_only:
+        config.finalize_model_grads_func([wrapped], None)
     return reports
+
+
+def _listed(one: Any) -> list[Any]:
+    return one if isinstance(one, list) else [one]
 
 
 class DataParallelModel(nn.Module):
@@ -121,23 +115,24 @@ class DataParallelModel(nn.Module):
         strategy = ddp_config.data_parallel_sharding_strategy
         strategy = "optim" if ddp_config.use_distributed_optimizer and strategy == "no_shard" else strategy
         if strategy not in ("no_shard", "optim"):
-            raise ValueError(
-                f"data_parallel_sharding_strategy={strategy!r}: use optim, fully_shard or pretrain()"
-            )
-        off = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_custom_fsdp"), False)
-        flags = {**off, "data_parallel_sharding_strategy": strategy, "ddp_average_in_collective": True}
-        ours, ps = ddp_config.group(data_parallel_config.DistributedDataParallelConfig, **flags), current()
+            raise ValueError(f"data_parallel_sharding_strategy={strategy!r}: use optim, or fully_shard")
+        ours, ps = ddp_config.group(data_parallel_config.DistributedDataParallelConfig), current()
+        plain = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_custom_fsdp"), False)
+        ours = dataclasses.replace(
+            ours, data_parallel_sharding_strategy=strategy, ddp_average_in_collective=True, **plain
+        )
         self.config, self.ddp_config, self.module = config, ddp_config, module
         self.engine = DistributedDataParallel([module], ps, ours, stages=[ps.pp_rank])
         if not isinstance(module, MegatronModule):
             collectives.broadcast_weights([module], ps)
-        self._grads = {}
+        buffer = self.engine.buffer
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                buffer = self.engine.buffer
-                self._grads[parameter] = buffer.main_grad(buffer.param_meta[name].grad_keys[0])
-                parameter.main_grad = self._grads[parameter]  # type: ignore[attr-defined]
-        self.state_dict = module.state_dict  # type: ignore[method-assign]
+                parameter.main_grad = buffer.main_grad(buffer.param_meta[name].grad_keys[0])  # type: ignore[attr-defined]
+        # The module's own, without a prefix; main weights follow a load.
+        module.register_load_state_dict_post_hook(lambda *_: buffer.copy_weights_to_main())
+        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict  # type: ignore[method-assign]
+        self.no_sync = contextlib.nullcontext  # nothing is summed before `finish_grad_sync` anyhow
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's."""
@@ -152,36 +147,16 @@ class DataParallelModel(nn.Module):
     def finish_grad_sync(self, *_: Any, **__: Any) -> None:
         """Gradients are the mean over data parallel ranks; where the optimizer is sharded, this rank's part of it."""
         self.engine.finish()
-        for parameter, grad in self._grads.items():
-            parameter.grad = grad if grad.dtype == parameter.dtype else None
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is summed before `finish_grad_sync` anyhow."""
-        return contextlib.nullcontext()
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, without a prefix as `state_dict`'s; main weights follow."""
-        found = self.module.load_state_dict(*args, **kwargs)
-        self.engine.buffer.copy_weights_to_main()
-        return found
+        for parameter in self.module.parameters():
+            if (grad := getattr(parameter, "main_grad", None)) is not None and grad.dtype == parameter.dtype:
+                parameter.grad = grad
 
 
-def finalize_model_grads(
-    model: Sequence[nn.Module], num_tokens: Tensor | None = None, *_: Any, **__: Any
-) -> None:
-    """A step's backwards are done: gradients are complete on every rank. num_tokens: of this rank, where losses are
-    sums over tokens; gradients are divided by those of all ranks. Communicates over dp, tp and embedding."""
+def finalize_model_grads(model: Sequence[nn.Module], *_: Any, **__: Any) -> None:
+    """A step's backwards are done: gradients are complete on every rank. Communicates over dp, tp and embedding."""
     for one in model:
-        assert isinstance(one, DataParallelModel), (
-            "finalize_model_grads: wrap the model in DistributedDataParallel"
-        )
+        assert isinstance(one, DataParallelModel), "wrap the model in DistributedDataParallel"
         one.finish_grad_sync()
-        if num_tokens is not None and one.config.calculate_per_token_loss:
-            ps, total = current(), num_tokens.double().clone()
-            collectives.all_reduce(total, ps.dp_group)
-            for bucket in one.engine.buffer.buckets:
-                if bucket.optimizer_grads is not None:
-                    bucket.optimizer_grads.mul_(ps.dp_size / max(float(total), 1.0))
 
 
 class ModelOptimizer:
@@ -228,10 +203,6 @@ def get_megatron_optimizer(
     """Of one wrapped model. Raises ValueError for more, and for conditions by parameter."""
     first, *more = model_chunks
     if more or any(one not in (None, 1.0) for one in [*conditions, *named.values()]):
-        raise ValueError(
-            "get_megatron_optimizer: one model, without conditions by parameter; decoupled_lr is here"
-        )
-    assert isinstance(first, DataParallelModel), (
-        "get_megatron_optimizer: wrap the model in DistributedDataParallel"
-    )
+        raise ValueError("get_megatron_optimizer: of one model, without conditions; decoupled_lr is here")
+    assert isinstance(first, DataParallelModel), "wrap the model in DistributedDataParallel"
     return ModelOptimizer(config, first)

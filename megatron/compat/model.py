@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron.compat import parallel_state
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
-from megatron.core.distributed import data_parallel_config
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.stage_layers import split_stages
-from megatron.core.optimizer import optimization_config
+from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
 from megatron.core.tensor_parallel.mappings import TensorParallel
-from megatron.core.transformer import model_config
+from megatron.core.transformer.model_config import TransformerConfig as ModelFlags
 from megatron.training.config.flag_table import FlagState, flag_table
 
 _FLAG_OF = {  # Megatron's fields and arguments, where the flag has another name
@@ -89,17 +89,10 @@ def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
     return dataclasses.make_dataclass(name, fields, bases=(ConfigFields,), namespace={"__module__": __name__})
 
 
-TransformerConfig = _config_class(
-    "TransformerConfig", ModelParallelConfig, model_config.TransformerConfig, **_OF_MODEL
-)
-DistributedDataParallelConfig = _config_class(
-    "DistributedDataParallelConfig", data_parallel_config.DistributedDataParallelConfig
-)
-OptimizerConfig = _config_class(
-    "OptimizerConfig",
-    optimization_config.OptimizerConfig,
-    **dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather")),
-)
+_OF_OPTIMIZER = dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather"))
+TransformerConfig = _config_class("TransformerConfig", ModelParallelConfig, ModelFlags, **_OF_MODEL)
+DistributedDataParallelConfig = _config_class("DistributedDataParallelConfig", EngineFlags)
+OptimizerConfig = _config_class("OptimizerConfig", OptimizerFlags, **_OF_OPTIMIZER)
 
 
 def core_transformer_config_from_args(args: Any, config_class: Any = TransformerConfig) -> Any:
@@ -159,23 +152,21 @@ class GPTModelOfSpec(GPTModel):
                 f"{transformer_layer_spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
                 "such as swiglu=True or squared_relu=True for an activation"
             )
-        flags = {_FLAG_OF.get(name, name): value for name, value in others.items() if value is not None}
+        flags = {_FLAG_OF.get(name, name): value for name, value in others.items() if value}
+        flags.pop("scatter_embedding_sequence_parallel", None)  # it follows from sequence_parallel
         if flag := _ACTIVATIONS[activation]:
             flags[flag] = True
+        dtype = torch.bfloat16 if config.bf16 else torch.half if config.fp16 else config.params_dtype
         ps = parallel_state.current()
         stages = split_stages(config.group(ModelParallelConfig), config.num_layers, chunks=1)
         flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)
         flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
         flags["group_query_attention"] = config.num_query_groups is not None
         super().__init__(
-            dataclasses.replace(config.group(model_config.TransformerConfig), **flags).resolved(),
+            dataclasses.replace(config.group(ModelFlags), **flags).resolved(),
             padded_vocab_size=vocab_size,
             seed=config.seed,
-            params_dtype=torch.bfloat16
-            if config.bf16
-            else torch.half
-            if config.fp16
-            else config.params_dtype,
+            params_dtype=dtype,
             device=ps.device.torch_device,
             pre_process=pre_process,
             post_process=post_process,

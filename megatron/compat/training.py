@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -100,16 +101,16 @@ def save_checkpoint(
     model: Sequence[Any],
     optimizer: Any,
     opt_param_scheduler: Any,
-    flops: float = 0,
+    num_floating_point_operations_so_far: float = 0,
     *_: Any,
     **__: Any,
 ) -> None:
     """Into `--save`: weights, optimizer, scheduler. Communicates over the world. Raises CheckpointError."""
-    common = optimizer.state_dict() if optimizer else {}
-    common |= {"iteration": iteration, "num_floating_point_operations_so_far": flops}
-    common["config"] = global_vars.get_config().flat()
+    common = {} if optimizer is None else optimizer.state_dict()
+    common |= {"iteration": iteration, "config": global_vars.get_config().flat()}
+    common["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
     common["scheduler"] = opt_param_scheduler and opt_param_scheduler.state_dict()
-    _checkpointer().save(iteration, *_pieces(model, optimizer), common, wait=True)
+    _checkpointer(optimizer).save(iteration, *_pieces(model, optimizer), common, wait=True)
 
 
 def load_checkpoint(
@@ -117,24 +118,28 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """(iteration, floating point operations) of what `--load` holds, which is put back; (0, 0) where it holds nothing.
     Communicates over the world. Raises CheckpointError."""
-    restored = _checkpointer().load(*_pieces(model, optimizer), config=global_vars.get_config().flat())
+    pieces, config = _pieces(model, optimizer), global_vars.get_config().flat()
+    restored = _checkpointer(optimizer).load(*pieces, config=config)
     if restored is None:
         return 0, 0.0
     for engine in (one.engine for one in model if isinstance(one, DataParallelModel)):
-        engine.weights_changed()
         if not restored.optimizer:
             engine.buffer.copy_weights_to_main()
+        engine.weights_changed()
     if not restored.resumed:
         return 0, 0.0
     if optimizer is not None and restored.optimizer:
         optimizer.load_state_dict(restored.common)
-    if opt_param_scheduler is not None:
+    if opt_param_scheduler is not None and restored.common.get("scheduler"):
         opt_param_scheduler.load_state_dict(restored.common["scheduler"])
     return restored.iteration, float(restored.common.get("num_floating_point_operations_so_far", 0))
 
 
-def _checkpointer() -> Checkpointer:
-    return Checkpointer(current(), global_vars.get_config().checkpoint, log=global_vars.print_rank_0)
+def _checkpointer(optimizer: Any) -> Checkpointer:
+    flags = global_vars.get_config().checkpoint
+    if optimizer is None:
+        flags = dataclasses.replace(flags, no_load_optim=True, no_save_optim=True)
+    return Checkpointer(current(), flags, log=global_vars.print_rank_0)
 
 
 def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], list[LocalPiece]]:
@@ -145,7 +150,7 @@ def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], lis
             weights += weight_pieces(one.engine.buffer)
         else:
             weights += one.sharded_state_dict().pieces
-    return weights, optimizer.inner.pieces() if optimizer else []
+    return weights, [] if optimizer is None else optimizer.inner.pieces()
 
 
 def save_sharded(sharded_state_dict: Any, checkpoint_dir: str, *_: Any, **__: Any) -> None:

@@ -15,7 +15,7 @@ from megatron.compat.names import table
 from tests.harness.ranks import run_ranks
 from tools import generate_names
 
-SEQUENCE, VOCABULARY, STEPS = 32, 64, 4
+SEQUENCE, VOCABULARY, STEPS = 32, 64, 3
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -123,6 +123,11 @@ def run_simple_mcore_train_loop(ctx, tp, pp, folder):
     return losses
 
 
+# Once here, so that forked ranks need not.
+torch.optim.Adam([torch.zeros(1)])
+MODULES = [importlib.import_module(f"megatron.compat.{name}") for name in ("datasets", "model", "training")]
+
+
 @functools.cache
 def alone(folder):
     return run_ranks(run_simple_mcore_train_loop, 1, 1, 1, folder)[0]
@@ -192,9 +197,7 @@ def torch_loop(ctx, own_optimizer=True):
     return norms, {name: one.detach().clone() for name, one in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sharded", "own"), [(1, False, True), (2, False, True), (2, True, True), (2, False, False)]
-)
+@pytest.mark.parametrize(("ranks", "sharded", "own"), [(1, False, True), (2, True, True), (2, False, False)])
 def test_wrapped_models_train_as_torch_does_in_one_process(ranks, sharded, own):
     ((norms, weights),) = run_ranks(torch_loop, 1, own)
     for got, found in run_ranks(wrapped_loop, ranks, sharded, own):
@@ -251,6 +254,7 @@ def resumed_loop(ctx, folder):
     expected = train(batches())
     assert load_checkpoint([model], optimizer, None) == (7, 11.0)
     assert train(batches()) == expected
+    assert load_checkpoint([model], None, None) == (7, 11.0)
 
 
 FLAGS = (
@@ -258,6 +262,36 @@ FLAGS = (
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 2 --vocab-size 63 --distributed-backend gloo"
     " --hidden-dropout 0 --attention-dropout 0 --save-interval 1"
 )
+
+
+def tensor_parallel_calls(ctx):
+    """What a loop calls between two tensor parallel ranks, against the whole thing on each."""
+    from megatron.core import mpu, parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(2)
+    assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (ctx.rank, 2)
+    assert (mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_context_parallel_rank()) == (0, 0)
+    assert mpu.get_tensor_model_parallel_src_rank() == 0
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total, group=mpu.get_tensor_model_parallel_group())
+    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())  # a group of one, not the world
+    assert total == 2
+    logits, target = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 6, 3])
+    part = logits.chunk(2, -1)[ctx.rank].clone().requires_grad_()
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(part)
+    assert torch.equal(whole, logits)
+    whole.square().sum().backward()
+    assert torch.equal(part.grad, 2 * part)
+    losses = tensor_parallel.vocab_parallel_cross_entropy(logits.chunk(2, -1)[ctx.rank].clone(), target)
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(logits, target, reduction="none"))
+    told = tensor_parallel.broadcast_data(["x"], {"x": target} if ctx.rank == 0 else None, torch.int64)
+    assert torch.equal(told["x"], target)
+    with pytest.raises(ValueError, match="context_parallel_size"):
+        parallel_state.initialize_model_parallel(context_parallel_size=2)
+
+
+def test_calls_between_tensor_parallel_ranks():
+    run_ranks(tensor_parallel_calls, 2)
 
 
 def test_a_checkpoint_is_resumed(tmp_path):
