@@ -25,13 +25,13 @@ from benchmarks.fsdp_workload import (
 )
 from benchmarks.plain_gpt import Block, set_schedule
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.plan_inputs import units_of_all_stages
 from megatron.core.distributed.unit_events import hook_units
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.plain_gpt import Block, copy_weights
 from megatron.core.device import Device
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport.parallel_state import ParallelState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -29,7 +29,7 @@ from tools.commands import as_called
 from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.gpt import GPTModel
 
 
 def parse() -> argparse.Namespace:
@@ -40,15 +40,19 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="folder given to --save when training")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default the newest")
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default 100")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="below 1 safer, above wilder, 0 greedy"
+        "--temperature", type=float, default=1.0, metavar="T", help="below 1 safer, above wilder, 0 greedy"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this share")
-    parser.add_argument("--seed", type=int, default=1234, help="of the draws")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the k likeliest tokens; 0: from all"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this share"
+    )
+    parser.add_argument("--seed", type=int, default=1234, metavar="S", help="of the draws")
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
     add_tokenizer_flags(parser, "in the place of what the checkpoint says")
     args = parser.parse_args()
@@ -74,7 +78,7 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
     import torch
 
     from megatron.core.dist_checkpointing.state import LocalPiece
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.gpt import GPTModel
     from megatron.training.run.checkpointing import MODEL_PREFIX, load_for_inference
 
     values, load = load_for_inference(directory, ckpt_step)

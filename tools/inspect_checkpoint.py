@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=as_called(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("load", type=Path, help="folder of checkpoints, as --load")
-    parser.add_argument("--ckpt-step", type=int, default=None, help="this iteration instead of the newest")
+    parser.add_argument("load", metavar="DIR", type=Path, help="folder of checkpoints, as --load")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
     parser.add_argument(
         "--verify", action="store_true", help="read all of it: SHA-256 and header of every file"
     )
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise CheckpointError("; ".join(choice.notes))
         facts = describe(choice.found)
         if args.verify:
-            from megatron.core.dist_checkpointing.load import verify  # brings torch; listing does without
+            from megatron.core.dist_checkpointing.loading import verify  # brings torch; listing does without
 
             verify(choice.found)
             facts["verified"] = True

@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=as_called(__doc__),
         allow_abbrev=False,
+        usage="%(prog)s (--load DIR | --data-path WORDS --seq-length N | --data-path WORDS --verify) [flags]",
         epilog="Guide: docs/data.md",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,12 +72,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--ckpt-step", type=int, metavar="N", help="its settings at this iteration; default the newest"
     )
     data = parser.add_argument_group("data")
-    data.add_argument("--data-path", nargs="+", help="prefix, prefixes, or weight prefix pairs")
-    data.add_argument("--train-data-path", nargs="+", help="like --data-path, training only")
-    data.add_argument("--valid-data-path", nargs="+", help="like --data-path, validation only")
-    data.add_argument("--test-data-path", nargs="+", help="like --data-path, test only")
-    data.add_argument("--data-args-path", help="file that holds the words of --data-path")
-    data.add_argument("--per-split-data-args-path", help="JSON file: train, valid, test to words")
+    data.add_argument(
+        "--data-path", nargs="+", metavar="WORD", help="prefix, prefixes, or weight prefix pairs"
+    )
+    data.add_argument("--train-data-path", nargs="+", metavar="WORD", help="like --data-path, training only")
+    data.add_argument(
+        "--valid-data-path", nargs="+", metavar="WORD", help="like --data-path, validation only"
+    )
+    data.add_argument("--test-data-path", nargs="+", metavar="WORD", help="like --data-path, test only")
+    data.add_argument("--data-args-path", metavar="FILE", help="file that holds the words of --data-path")
+    data.add_argument(
+        "--per-split-data-args-path", metavar="FILE", help="JSON file: train, valid, test to words"
+    )
     data.add_argument("--mock-data", action="store_true", help="the counting sequences of training's flag")
     data.add_argument(
         "--write-checksums",
@@ -84,20 +91,24 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         help="read these corpora, which are known to be good, and write the checksums that --verify compares",
     )
-    data.add_argument("--split", help="weights of train, valid, test; 969,30,1 by default")
-    data.add_argument("--data-cache-path", help="keep indices in this folder; by default none are kept")
-    data.add_argument("--mid-level-dataset-surplus", type=float, default=0.005)
+    data.add_argument("--split", metavar="WEIGHTS", help="weights of train, valid, test; 969,30,1 by default")
+    data.add_argument(
+        "--data-cache-path", metavar="DIR", help="keep indices in this folder; by default none are kept"
+    )
+    data.add_argument("--mid-level-dataset-surplus", type=float, default=0.005, metavar="SHARE")
     data.add_argument("--multiple-validation-sets", action="store_true")
     data.add_argument("--full-validation", action="store_true")
     sample = parser.add_argument_group("samples")
-    sample.add_argument("--seq-length", type=int, help="tokens in a sample")
-    sample.add_argument("--seed", type=int, default=1234)
-    sample.add_argument("--sizes", type=sizes, default=(None, None, None), help="samples asked of each split")
-    sample.add_argument("--eod", type=int, help="id of the end-of-document token")
-    sample.add_argument("--pad", type=int, help="id of padding, -1 for none")
+    sample.add_argument("--seq-length", type=int, metavar="N", help="tokens in a sample")
+    sample.add_argument("--seed", type=int, default=1234, metavar="N", help="of the order; default 1234")
+    asked = "samples asked of train, valid, test; by default one epoch"
+    sample.add_argument("--sizes", type=sizes, default=(None, None, None), metavar="N,N,N", help=asked)
+    sample.add_argument("--eod", type=int, metavar="N", help="id of the end-of-document token")
+    sample.add_argument("--pad", type=int, metavar="N", help="id of padding, -1 for none")
     sample.add_argument(
         "--vocab-size",
         type=int,
+        metavar="N",
         help="refuse ids from here on; needed by --mock-data; with a tokenizer, its --vocab-size",
     )
     sample.add_argument("--reset-position-ids", action="store_true")
@@ -105,7 +116,9 @@ def make_parser() -> argparse.ArgumentParser:
     sample.add_argument("--eod-mask-loss", action="store_true")
     sample.add_argument("--no-extra-token", action="store_true", help="samples share no token with the next")
     output = parser.add_argument_group("output")
-    output.add_argument("--samples", type=int, default=4, help="how many of each split to show; default 4")
+    output.add_argument(
+        "--samples", type=int, default=4, metavar="N", help="how many of each split to show; default 4"
+    )
     output.add_argument(
         "--text", type=int, default=400, metavar="N", help="characters of each sample to show; default 400"
     )
@@ -118,14 +131,16 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tokenizer | None]:
     """The line over what --load says, and the tokenizer. Raises CheckpointError, and ValueError for a tokenizer that
     cannot be built."""
-    parser, config = make_parser(), None
+    parser, config, defaults = make_parser(), None, dict[str, Any]()
     args = parser.parse_args(argv)
     if args.ckpt_step is not None and args.load is None:
         parser.error("--ckpt-step chooses a checkpoint of --load, which is not given")
     if args.load is not None:
         config = config_of_run(args.load, args.ckpt_step)
-        parser.set_defaults(**defaults_of_run(config, args))
+        defaults = defaults_of_run(config, args)
+        parser.set_defaults(**defaults)
         args = parser.parse_args(argv)
+    args.data_of_run = "data_path" in defaults
     check_tokenizer_flags(parser, args)
     tokenizer = None if args.write_checksums else tokenizer_of(args, config)
     args.pad = NO_PAD if args.pad is None else args.pad
@@ -321,7 +336,7 @@ def _blends(corpora: dict[str, Any]) -> list[Blend]:
 def print_table(result: dict[str, Any], args: argparse.Namespace) -> None:
     for report in result.get("corpora", []):
         print_corpus(report)
-    if args.load is not None and "splits" in result:
+    if args.data_of_run and "splits" in result:
         where = " ".join(args.data_path or ()) or "its data"
         print(f"{where}, split {args.split}, sequences of {args.seq_length} tokens, seed {args.seed}")
     for name, split in result.get("splits", {}).items():
@@ -373,6 +388,9 @@ def main(argv: list[str] | None = None) -> int:
         result = inspect(args, tokenizer)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
+        if args.data_of_run:
+            told = f"the run in {args.load} has named its data from the folder that it was started in"
+            print(f"note: {told}: go there, or give --data-path", file=sys.stderr)
         return EXIT_DATA
     if args.json:
         print(json.dumps(result))

@@ -23,7 +23,8 @@ def add_tokenizer_flags(
         if flag not in skip:
             group.add_argument(flag, **settings)
 
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, required=required)
+    kinds = f"one of {', '.join(TOKENIZER_TYPES)}"
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, required=required, metavar="TYPE", help=kinds)
     add("--tokenizer-model", metavar="PATH", help="file or folder of the tokenizer")
     add("--vocab-file", metavar="FILE", help="GPT-2 vocabulary (vocab.json)")
     add("--merge-file", metavar="FILE", help="GPT-2 merges (merges.txt)")

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from megatron.core.device import current_device
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import (
     destroy_process_group,

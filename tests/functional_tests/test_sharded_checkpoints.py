@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from megatron.core.dist_checkpointing.save import PendingSave
+from megatron.core.dist_checkpointing.saving import PendingSave
 from tests.harness import launch
 from tests.harness.runs import common_state, copy_checkpoint
 

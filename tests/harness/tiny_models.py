@@ -2,10 +2,10 @@
 
 import torch
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.mappings import TensorParallel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 from tests.harness.reference_gpt import GATES, ReferenceConfig, ReferenceGPT
 
 VOCAB = 64

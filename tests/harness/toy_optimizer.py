@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.clip_grads import StepRules, clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.mixed_precision import RollbackBy, build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import Channel
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.tensor_parallel.layers import column_linear
+from megatron.core.tensor_parallel.parallel_layers import column_linear
 from megatron.core.weight_grad import WeightGradAccumulator
 
 HIDDEN, TOKENS = 6, (5, 2)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import VOCAB, reference_of, tiny_batch, tiny_config
 

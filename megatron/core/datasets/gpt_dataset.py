@@ -323,3 +323,6 @@ def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_for
 def pad_id(pad: int | None, other_special_ids: frozenset[int]) -> int:
     """The padding id of samples: the tokenizer's, but -1 if it has none or uses it for something else too."""
     return NO_PAD if pad is None or pad in other_special_ids else pad
+
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

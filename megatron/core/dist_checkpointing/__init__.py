@@ -1,0 +1,3 @@
+"""Checkpoints of any layout."""
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import sharding as flags
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket, FlatLayout
 from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory, trained
-from megatron.core.distributed.finalize_model_grads import PartialSums, SharedSums
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.shared_sums import PartialSums, SharedSums
 from megatron.core.distributed.transient_memory import AllocatedMemory, RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError

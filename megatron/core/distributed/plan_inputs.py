@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.core.device import Device
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, with_work_of
 from megatron.core.pipeline_parallel.plan.planned_residency import StepMoves

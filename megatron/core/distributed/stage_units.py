@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from megatron.core.distributed.bucket_memory import num_bytes
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.module import MegatronModule, ModelChunks, ModelUnit

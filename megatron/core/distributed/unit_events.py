@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.protocols import UnitListener
 from megatron.core.weight_grad import WeightGradAccumulator
 

@@ -1,0 +1,3 @@
+"""Optimizer, its schedules, loss scaling."""
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

@@ -24,7 +24,7 @@ from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, tra
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import BufferSpan
 from megatron.core.optimizer.inverse_update import undo_adamw, undo_sgd
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 
 # Elements: a multiple of what any CPU's vectors hold, and of the cache lines that threads share work by.
 VECTOR = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.schema import MAX_INT, Schema, integer, number, optional
 
 # `GradScaler.state` of either kind. The budget goes below zero while steps overflow.

@@ -29,7 +29,7 @@ from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
 from megatron.core.optimizer.flat_update import FlatUpdate, ParamGroup
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.param_meta import region_slices
 from megatron.core.pipeline_parallel.post_validation.state import ValidationState
 from megatron.core.protocols import Stepper

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optimizer.flat_update import ParamGroup
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 from megatron.core.schema import Schema, fields_of, integer, one_of
 

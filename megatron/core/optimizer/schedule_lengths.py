@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,3 @@
+"""Pipelines: plans and what runs them."""
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

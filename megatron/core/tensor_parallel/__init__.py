@@ -1,0 +1,3 @@
+"""Layers that several ranks share."""
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

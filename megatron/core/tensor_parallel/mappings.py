@@ -151,3 +151,6 @@ class _GatherVocabulary(torch.autograd.Function):
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
     return logits if tp.size == 1 else _GatherVocabulary.apply(logits, tp)
+
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

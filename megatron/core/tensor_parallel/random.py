@@ -130,3 +130,6 @@ def fill_rectangle(
         first, end = max(row_start, start), min(row_end, start + ROW_BLOCK)
         part = tensor[first - row_start : end - row_start]
         part.copy_(values[first - start : end - start, col_start:col_end].reshape(part.shape))
+
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

@@ -1,0 +1,3 @@
+"""The transformer's parts."""
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

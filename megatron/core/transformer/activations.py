@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 
 Elementwise = Callable[[Tensor], Tensor]
 Derivative = Callable[[Tensor, Tensor], Tensor]  # (dy, x) -> dx, as torch's own

@@ -14,14 +14,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import DropoutSite, dropout, seeded_default_generator
 from megatron.core.tensor_parallel.sink_module import Band, LayerFactory
+from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rope
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, 1, 1, rotated dims / 2]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.sink_module import LayerFactory, even_bands
 from megatron.core.transformer.activations import mlp_activation
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 
 
 class MLP(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.param_meta import InitKind
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 

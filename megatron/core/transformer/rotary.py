@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 
 # Llama 3.1's scaling: wavelengths beyond the original context are stretched, short ones kept, between them blended.
 LOW_FREQ_FACTOR = 1.0

@@ -269,6 +269,11 @@ def _make_communicator(
     return mine
 
 
+def group_of_this_rank() -> dist.ProcessGroup:
+    """torch's group of this rank alone, for callers to whom None is the whole world. Communicates with nobody."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 def _options(
     purpose: Purpose, ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta
 ) -> dict[str, Any]:

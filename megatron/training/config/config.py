@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport import rank_grid
 from megatron.core.transport.rank_grid import RankGrid, RankGridError
 from megatron.training.config import training_config

@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron.core import sharding_table
 from megatron.core.distributed import sharding
 from megatron.core.distributed.custom_fsdp import reshard_policy
-from megatron.core.transformer.transformer_config import ACTIVATIONS
+from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.training.config.resolve import grads_sharded, known_vocabulary, weights_sharded
 from megatron.training.config.rule_table import RuleContext, spelled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import ALIGNMENT, bucket_size_of
 from megatron.core.distributed.sharding import main_grads_dtype, main_params_dtype, residency_of
 from megatron.core.model_parallel_config import ModelParallelConfig

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.model_parallel_config import describe_schedule
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
@@ -203,8 +203,8 @@ def unsplittable(module: nn.Module, asked: str) -> str | None:
         return (
             f"{asked} computes weight gradients apart from the rest of the backward (W, B), and parameter {name!r} of "
             f"{type(module).__name__} (a {what}) {why}: use --pipeline-schedule 1f1b, 1f1b-v, interleaved or gpipe "
-            "instead, or layers that put their gradients into a sink (megatron.core.tensor_parallel.layers), with "
-            "their param_meta"
+            "instead, or layers that put their gradients into a sink (megatron.core.tensor_parallel.parallel_layers), "
+            "with their param_meta"
         )
     return None
 

@@ -25,13 +25,21 @@ from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.load import find, load_pieces
+from megatron.core.dist_checkpointing.loading import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import AsyncSaver, Guard, Log, SaveOptions, no_guard, no_log, save
+from megatron.core.dist_checkpointing.saving import (
+    AsyncSaver,
+    Guard,
+    Log,
+    SaveOptions,
+    no_guard,
+    no_log,
+    save,
+)
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
-from megatron.core.transformer.transformer_config import ACTIVATIONS
+from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
 from megatron.training.config.saved_config import SCHEMAS, check_config

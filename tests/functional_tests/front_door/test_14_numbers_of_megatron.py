@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     RateSchedule,

@@ -3,10 +3,12 @@
 import re
 import shlex
 import shutil
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.harness.launch import ROOT, metrics_lines, run_forked
+from tools.commands import COMMANDS
 
 README = (ROOT / "README.md").read_text()
 RECIPES = (ROOT / "docs" / "recipes.md").read_text()
@@ -103,6 +105,31 @@ def test_the_quickstart_ends_with_its_report():
     assert script[-1] == 'echo "== done: open $RUN_DIR/report.html"'
 
 
+PICTURES = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\bsrc=\"([^\"]+)\"", README)
+
+
+def test_pictures_are_its_own_and_ask_nobody_for_anything():
+    files = [one or other for one, other in PICTURES]
+    assert len(files) >= 2
+    assert README.index(files[0]) < README.index("\n## "), "a picture opens the page"
+    for file in files:
+        assert file.startswith("docs/"), f"{file}: a badge or a picture from elsewhere"
+        text = (ROOT / file).read_text()
+        assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+        asked = re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
+        assert not re.search(r"https?:|//\w|url\((?!#)|<script|<image|<foreignObject|@import", asked), file
+
+
 def test_readme_says_what_it_cannot_live_beside():
     plain = " ".join(README.split())
     assert "does not live beside the `megatron-core` wheel" in plain
+
+
+def test_readme_lists_the_commands_and_their_scripts():
+    rows = re.findall(r"^\| (`[^|]+`) \| (`[^|]+`) \|", section(README, "Install"), re.MULTILINE)
+    listed = {
+        name: script
+        for names, scripts in rows
+        for name, script in zip(re.findall("`(.+?)`", names), re.findall("`(.+?)`", scripts), strict=True)
+    }
+    assert listed == {name: " ".join([one.script, *one.flags]) for name, one in COMMANDS.items()}

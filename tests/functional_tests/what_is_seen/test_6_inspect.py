@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
@@ -112,6 +112,15 @@ def test_flags_name_a_tokenizer_as_well(here, capsys):
 )
 def test_what_cannot_be_shown_says_why(here, capsys, words, status, message):
     assert message in told_by(inspect_data, capsys, *words.split(), status=status).err
+
+
+def test_data_that_the_run_named_from_its_own_folder(here, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    told = told_by(inspect_data, capsys, "--load", here / "ck", status=4).err
+    assert "has named its data from the folder that it was started in" in told
+    assert (
+        "train: " in told_by(inspect_data, capsys, "--load", here / "ck", "--data-path", here / "corpus").out
+    )
 
 
 def test_a_checkpoint_opens_with_what_it_is_of(here, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from tests.harness.pieces import whole_tensors
 from tools.inspect_checkpoint import main
 

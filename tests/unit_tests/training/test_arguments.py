@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import FIELDS, Config

@@ -33,7 +33,7 @@ LAYOUTS = {
 STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
 LAYER = "core/transformer/transformer_block.py"
-LINEAR, SINK = "core/tensor_parallel/layers.py", "core/weight_grad.py"
+LINEAR, SINK = "core/tensor_parallel/parallel_layers.py", "core/weight_grad.py"
 REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
 

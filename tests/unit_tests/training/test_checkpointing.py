@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError

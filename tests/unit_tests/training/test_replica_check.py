@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.training.guard.exit_status import ExitStatus, status_of
 from megatron.training.guard.weight_check import (
     ReplicaMismatchError,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.launch_env import LaunchEnv

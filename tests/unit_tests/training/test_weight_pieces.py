@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.param_meta import ParamMeta
 from megatron.core.rectangles import Rectangle, fill_error

@@ -22,7 +22,7 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import Fu
 from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasting_ranks, refuse_optimizers
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding import is_contradicted
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import STRATEGIES, ShardOver, goes_with_outer, grads_are_sharded

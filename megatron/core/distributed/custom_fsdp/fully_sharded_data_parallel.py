@@ -22,8 +22,8 @@ from megatron.core.distributed.custom_fsdp.hooks import UnitHooks
 from megatron.core.distributed.custom_fsdp.reshard_policy import UnitFacts, UnitPolicy, check_policy, policies
 from megatron.core.distributed.custom_fsdp.run_order import ReductionOrder
 from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.stage_units import EngineUnits, unit_costs
 from megatron.core.module import ModelChunks, ModelError, ModelUnit
 from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits

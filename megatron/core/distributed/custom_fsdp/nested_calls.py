@@ -24,7 +24,7 @@ from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
 )
 from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS, ShownShards
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, ModelError
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule, matched_units

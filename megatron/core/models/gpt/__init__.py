@@ -1,0 +1,3 @@
+"""The GPT."""
+
+__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names

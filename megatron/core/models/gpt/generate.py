@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tensor_parallel.random import stable_seed
 from megatron.core.transformer.attention import InferenceCache
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 
 
 def padded_vocabulary(vocab_size: int, make_vocab_size_divisible_by: int, tensor_parallel_size: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 _ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}

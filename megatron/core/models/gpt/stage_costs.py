@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron.core.models.gpt.parameter_count import layer_matrices
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # as flags have them
 # Elementwise work (norms, residuals, dropout), in FLOPs a hidden element of each layer: for stages without layers, too,

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.load import find, load_pieces
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.loading import find, load_pieces
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.optimizer.mixed_precision import build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.transport.parallel_state import single_process
 from tests.harness.cut_models import MODEL, cut_buffer, cut_stages, global_part
 from tests.harness.ranks import run_ranks

@@ -7,8 +7,8 @@ import torch
 
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.load import load_pieces
-from megatron.core.dist_checkpointing.save import AsyncSaver, PendingSave, save
+from megatron.core.dist_checkpointing.loading import load_pieces
+from megatron.core.dist_checkpointing.saving import AsyncSaver, PendingSave, save
 from tests.harness.faults import FileFaults
 from tests.harness.pieces import whole_tensors
 from tests.harness.ranks import run_ranks

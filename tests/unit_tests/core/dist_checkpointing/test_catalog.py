@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.catalog import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.load import find
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.loading import find
+from megatron.core.dist_checkpointing.saving import save
 from tests.harness.pieces import whole_tensors
 from tests.harness.ranks import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, choose
 from megatron.core.dist_checkpointing.commit import retain, to_remove
-from megatron.core.dist_checkpointing.load import find, load_pieces
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.loading import find, load_pieces
+from megatron.core.dist_checkpointing.saving import save
 from tests.harness.faults import KILLED, count_points, run_killed
 from tests.harness.pieces import whole_tensors
 from tests.harness.ranks import rank_outcomes

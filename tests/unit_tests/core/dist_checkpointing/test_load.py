@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.load import find, load_pieces
+from megatron.core.dist_checkpointing.loading import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import parse_manifest, sign
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 from tests.harness.ranks import rank_outcomes, run_ranks
 

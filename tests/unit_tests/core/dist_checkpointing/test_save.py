@@ -8,13 +8,13 @@ import shutil
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import save as save_module
+from megatron.core.dist_checkpointing import saving as save_module
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.load import find, load_pieces
+from megatron.core.dist_checkpointing.loading import find, load_pieces
 from megatron.core.dist_checkpointing.planning import PlanCache
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from tests.harness.faults import FileFaults
 from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 from tests.harness.ranks import run_ranks

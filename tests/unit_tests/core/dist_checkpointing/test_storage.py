@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.safetensors_format import (
     build_header,
     header_length,
 )
-from megatron.core.dist_checkpointing.save import save
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
 from tests.harness.pieces import whole_tensors

@@ -11,7 +11,7 @@ from megatron.core.distributed.bucket_memory import (
     main_grad_dtype,
     main_weight_dtype,
 )
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.shard_layout import Bucket
 from megatron.core.distributed.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.bucket_memory import BucketMemory
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import ALIGNMENT
 from megatron.core.distributed.transient_memory import own_storage

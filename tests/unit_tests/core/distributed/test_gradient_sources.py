@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.gradient_sources import connect
 from megatron.core.module import ModelChunks, ModelError

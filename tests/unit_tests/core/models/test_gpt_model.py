@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.device import current_device
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.param_meta import GradRoute, InitKind
 from megatron.core.tensor_parallel.mappings import TensorParallel

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt.generate import Sampling, generate
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import SequenceShard, TensorParallel
 from tests.harness.ranks import RankContext, run_ranks
 from tests.harness.tiny_models import (

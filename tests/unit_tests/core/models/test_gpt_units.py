@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from tests.harness.tiny_models import VOCAB, tiny_batch, tiny_config
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.presets import PRESETS, preset
 
 BILLIONS = {  # name: (vocabulary, parameters in the source, relative tolerance)

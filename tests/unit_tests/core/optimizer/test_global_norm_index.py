@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.optimizer.clip_grads import norm_of
 from megatron.core.optimizer.mixed_precision import build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.param_meta import ParamMeta
 from megatron.core.sharding_table import STRATEGIES, ShardPlace, sharding_of
 from megatron.core.squared_sums import squared_sums

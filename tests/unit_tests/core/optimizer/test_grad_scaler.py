@@ -11,7 +11,7 @@ from megatron.core.optimizer.grad_scaler import (
     GradScalerStateError,
     build_grad_scaler,
 )
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 
 
 def run(scaler, history):

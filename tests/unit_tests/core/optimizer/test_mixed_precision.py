@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer import mixed_precision
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, RollbackBy, build_optimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, sharding_of
 from megatron.core.transport.parallel_state import single_process

@@ -8,7 +8,7 @@ from math import cos, pi, sqrt
 
 import pytest
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     ScheduleError,

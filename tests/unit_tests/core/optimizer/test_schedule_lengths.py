@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.tensor_parallel.vocab_loss import vocab_parallel_cross_entropy
 from tests.harness.ranks import RankContext, share_ranks
 
 

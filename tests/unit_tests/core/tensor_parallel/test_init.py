@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.param_meta import InitKind, ParamMeta, Region
 from megatron.core.tensor_parallel.random import ROW_BLOCK, fill, fill_rectangle
 from tests.harness.tiny_models import VOCAB, tiny_config

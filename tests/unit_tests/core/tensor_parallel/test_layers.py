@@ -3,7 +3,7 @@
 import torch
 
 from megatron.core.param_meta import LOOKUP, GradRoute
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.tiny_models import tiny_batch, tiny_model

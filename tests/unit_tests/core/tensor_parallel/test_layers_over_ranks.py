@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import (
+from megatron.core.tensor_parallel.mappings import TensorParallel, sequence_slice
+from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
     PositionEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
     local_ids,
 )
-from megatron.core.tensor_parallel.mappings import TensorParallel, sequence_slice
 from megatron.core.tensor_parallel.random import fill
 from megatron.core.tensor_parallel.sink_module import LayerFactory, even_bands
+from megatron.core.tensor_parallel.vocab_loss import vocab_parallel_cross_entropy
 from megatron.core.transformer.activations import GELU
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.ranks import RankContext, run_ranks, share_ranks

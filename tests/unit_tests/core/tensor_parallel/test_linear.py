@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron.core.protocols import WeightGradSink
-from megatron.core.tensor_parallel.layers import column_linear, row_linear
+from megatron.core.tensor_parallel.parallel_layers import column_linear, row_linear
 from megatron.core.transformer.activations import GELU
 from megatron.core.weight_grad import accumulate_wgrad
 

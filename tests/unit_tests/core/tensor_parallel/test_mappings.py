@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.core.tensor_parallel.layers import column_linear, row_linear
 from megatron.core.tensor_parallel.mappings import (
     ALONE,
     SequenceShard,
@@ -16,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     start_sum,
     sum_ranks,
 )
+from megatron.core.tensor_parallel.parallel_layers import column_linear, row_linear
 from megatron.core.transport import collectives
 from tests.harness.ranks import RankContext, share_ranks
 

@@ -2,14 +2,12 @@
 
 This is modulo scheduling. The operations of a microbatch that lie on its way (all F, then all B) are placed one by one,
 each as early as its input allows and at a place of its rank's period that is free and leaves room for what is still
-to come; the W's last. Delays on the way make microbatches live longer, which costs memory and shortens the first and
-last bubble (the controllable-memory paper, arXiv 2405.15362).
+to come; the W's last (after the controllable-memory paper, arXiv 2405.15362).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.search.problem import TOLERANCE, Order, OrderProblem, slack
@@ -71,27 +69,16 @@ class Block:
         )
 
 
-def repeat(
-    problem: OrderProblem,
-    period: float,
-    delays: Sequence[float],
-    turns: Sequence[float] = (),
-    grid: float = 0.0,
-) -> Block | None:
-    """The block with this period; None where its operations do not fit.
-
-    delays: for F by chunk and then for B by chunk, what is waited at least between the arrival of an input and its use.
-    turns: the same for each place where the way goes on on the same rank: between chunks and at the loss.
-    grid: F and B start at multiples of it, 0: anywhere.
-    """
-    return _Layout(problem, period, grid).block(delays, turns)
+def repeat(problem: OrderProblem, period: float) -> Block | None:
+    """The block with this period; None where its operations do not fit."""
+    return _Layout(problem, period).block()
 
 
 class _Layout:
     """rooms: by rank, the free intervals of the period, as (start, end) within 0 to period."""
 
-    def __init__(self, problem: OrderProblem, period: float, grid: float) -> None:
-        self.problem, self.period, self.grid = problem, period, grid
+    def __init__(self, problem: OrderProblem, period: float) -> None:
+        self.problem, self.period = problem, period
         self.tolerance = slack(period)
         num_stages, costs = problem.num_stages, problem.costs
         self.num_stages = num_stages
@@ -104,24 +91,19 @@ class _Layout:
             for mine in problem.stages()
         ]
 
-    def block(self, delays: Sequence[float], turns: Sequence[float]) -> Block | None:
-        num_stages, num_ranks = self.num_stages, self.problem.placement.num_ranks
-        latencies, ranks = self.problem.latencies(), self.ranks
-        num_chunks = num_stages // num_ranks
+    def block(self) -> Block | None:
+        num_stages, latencies = self.num_stages, self.problem.latencies()
         offsets = [0.0] * (3 * num_stages)
-        arrival, before, turned = 0.0, -1, 0
+        arrival = 0.0
         for code in [*range(num_stages), *range(2 * num_stages - 1, num_stages - 1, -1)]:
             kind, stage = divmod(code, num_stages)
-            if before >= 0 and ranks[before] == ranks[stage]:
-                arrival += turns[turned] if turned < len(turns) else 0.0
-                turned += 1
-            elif before >= 0:
-                arrival += latencies[min(stage, before)] + delays[kind * num_chunks + stage // num_ranks]
             start = self._place(code, arrival)
             if start < 0:
                 return None
             offsets[code] = start
-            arrival, before = start + self.durations[code], stage
+            # A gradient goes to the stage before; the loss's is there at once.
+            behind = latencies[stage - 1] if kind and stage else 0.0 if kind else latencies[stage]
+            arrival = start + self.durations[code] + behind
         for stage in range(num_stages - 1, -1, -1):
             code, backward = 2 * num_stages + stage, num_stages + stage
             start = self._place(code, offsets[backward] + self.durations[backward])
@@ -135,13 +117,8 @@ class _Layout:
         rank, duration = self.ranks[code % self.num_stages], self.durations[code]
         left = self.left[rank]
         left.remove(duration)
-        if self.grid and code < 2 * self.num_stages:
-            earliest = math.ceil(earliest / self.grid - TOLERANCE) * self.grid
-            waits = [step * self.grid for step in range(round(self.period / self.grid))]
-        else:
-            base = earliest % self.period
-            waits = sorted({round(one, 9) for one in self._waits(rank, base, duration, left)})
-        for wait in waits:
+        base = earliest % self.period
+        for wait in sorted({round(one, 9) for one in self._waits(rank, base, duration, left)}):
             start = (earliest + wait) % self.period
             if self._roomy(rank, start, duration, left):
                 self.placed[rank].append((start, duration))

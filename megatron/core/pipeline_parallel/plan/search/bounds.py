@@ -102,10 +102,12 @@ class _Rank:
         self.back = self.away + sum(costs.b[first : last + 1]) + sum(latencies[first:last])
         self.f_pieces = _pieces((costs.activation[one], costs.f[one]) for one in mine)
         self.w_pieces = _pieces((costs.held_after_b[one], costs.w[one]) for one in mine)
-        # What is left of microbatches whose F's are done: B's and W's of the first chunks up to one, and single W's.
+        # A microbatch whose F's are done and whose B's are left of the first chunks up to one: what it holds, its B's
+        # and its W's.
         held = itertools.accumulate(costs.activation[one] for one in mine)
-        left = itertools.accumulate(costs.b[one] + costs.w[one] for one in mine)
-        self.open_pieces = _pieces([*zip(held, left, strict=True), *self.w_pieces])
+        backwards = itertools.accumulate(costs.b[one] for one in mine)
+        weights = itertools.accumulate(costs.w[one] for one in mine)
+        self.open = tuple(zip(held, backwards, weights, strict=True))
         trip = sum(costs.f[first : last + 1]) + sum(latencies[first:last]) + self.away
         every = self.total * sum(costs.f[one] for one in mine)
         self.idle_first = max(0.0, trip - min(every, self._most(self.f_pieces, self.limit, self.total)))
@@ -147,23 +149,20 @@ class _Rank:
         """Idle time behind the rank's last F, beside `known` idle time in the warm-up where both can be told apart.
 
         When that F ends, x microbatches have ended theirs within the time that one is away: their gradients are not
-        there yet, they hold all they can. What else is left then, B's and W's of others, is what fits beside them. And
-        `away` before that moment at most the x microbatches and a memory full of others were left. Few x leave room
-        for other work but make the second figure small, so the least over x of the larger idle time holds always.
+        there yet, they hold all they can, and what else is left fits beside them (`_idle_behind`). And `away` before
+        that moment at most the x microbatches and a memory full of others were left. Few x leave room for other work
+        but make the second figure small, so the least over x of the larger idle time holds always.
         """
-        whole = sum(self.costs.activation[one] for one in self.mine)
-        after_f = sum(self.costs.b[one] + self.costs.w[one] for one in self.mine)
+        whole, after_b, after_w = self.open[-1]
         tail = max(self.down + self.back + self.up, self.back + self.costs.w[self.mine[0]])
         least = INFINITY
         for x in range(1, self.total + 1):
             if x * whole > self.limit:
                 break
-            others = (self.total - x) * after_f
             # The warm-up's idle time is over by then if some gradient must have come for all to fit.
-            beside = min(others, self._most(self.open_pieces, self.limit - x * whole, self.total - x))
-            idle = tail - x * after_f - beside
-            idle -= 0.0 if self.total * whole > self.limit else known
-            left = x * self.each + min(others, self._most(self.open_pieces, self.limit, self.total - x))
+            idle = self._idle_behind(x) - (0.0 if self.total * whole > self.limit else known)
+            others = _left(self.open, self.w_pieces, self.limit, self.total - x)
+            left = x * self.each + min((self.total - x) * (after_b + after_w), max(map(sum, others)))
             # Where all may be left, that moment may be before the rank has begun.
             earlier = tail + self.away - left if left < self.own else -INFINITY
             earlier -= 0.0 if (self.total - x) * whole > self.limit else known
@@ -171,6 +170,32 @@ class _Rank:
             if earlier <= idle:
                 break  # with more of them `idle` only grows: each takes the place of other work, none has more in it
         return max(0.0, least) if least < INFINITY else 0.0
+
+    def _idle_behind(self, x: int) -> float:
+        """Idle time behind the last F, with x microbatches whose B's are all left: the least over what else is left.
+
+        The last B ends once its gradient is back, and not before all other B's and the W's that are put before it;
+        behind it there are only W's that are left, while the ranks above end theirs. So B's fill one wait and W's both,
+        and W's whole ones: either what is put before the last B leaves a rest of the wait idle, or it delays that B.
+        """
+        costs, (whole, all_b, all_w) = self.costs, self.open[-1]
+        last_w, lengths = costs.w[self.mine[0]], {costs.w[one] for one in self.mine}
+        least = INFINITY
+        for other_b, other_w in _left(self.open, self.w_pieces, self.limit - x * whole, self.total - x):
+            before, behind = other_b + x * all_b, other_w + x * all_w
+            wait = max(0.0, self.back - before)
+            if len(lengths) == 1 and last_w:
+                count = int(wait / last_w + slack(1.0))
+                fills = [count * last_w, (count + 1) * last_w]
+            else:
+                fills = [wait]
+            for fill in (min(one, behind - last_w) for one in fills):
+                end = max(self.back, before + fill)
+                to_end = max(last_w, behind - fill)
+                if self.up:
+                    to_end = max(to_end, self.down + self.up)
+                least = min(least, end + to_end - before - behind)
+        return least
 
 
 Piece = tuple[float, float]  # what it holds, what it has of work
@@ -204,6 +229,31 @@ def _packed(pieces: tuple[Piece, ...], room: float, most: int, beat: float) -> f
             break
         beat = max(beat, here + _packed(rest, left, most - count, beat - here))
     return beat
+
+
+@functools.lru_cache(maxsize=4096)
+def _left(
+    kinds: tuple[tuple[float, float, float], ...], w_pieces: tuple[Piece, ...], room: float, most: int
+) -> tuple[tuple[float, float], ...]:
+    """The B's and the W's, in time, that can be left of `most` microbatches within the room; to each time of B's the
+    most of W's. Each microbatch is of one kind (held, B's, W's), or only some of its W's are left."""
+    found: dict[float, float] = {}
+    all_w, chunks = kinds[-1][2], len(kinds)
+
+    def choose(place: int, room: float, free: int, chosen: tuple[float, float, int]) -> None:
+        b, w, single = chosen  # and how many W's of the chosen ones may wait alone, behind their B's
+        if place < 0:
+            alone = most_work(w_pieces, room, free * chunks + single)
+            found[b] = max(found.get(b, 0.0), w + alone)
+            return
+        held, this_b, this_w = kinds[place]
+        count = min(free, int(room / held + slack(1.0))) if held and room < INFINITY else free
+        for n in range(count + 1):
+            after = (b + n * this_b, w + n * this_w, single + n * (chunks - 1 - place))
+            choose(place - 1, max(0.0, room - n * held), free - n, after)
+
+    choose(chunks - 1, room, most, (0.0, 0.0, 0))
+    return tuple((b, min(w, most * all_w)) for b, w in found.items())
 
 
 def _first_gradient(

@@ -8,7 +8,8 @@ the end of the step, which makes room at the start.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 
 from megatron.core.pipeline_parallel.plan.search.clock import Clock, Times
 from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, slack
@@ -17,11 +18,20 @@ INFINITY = float("inf")
 Starts = list[list[float]]  # by rank, of each place
 
 
-# Shares of an operation that may stick out of the gap that it fills, falling to none. What it delays may gain
-# elsewhere: large shares shake an order up, small ones settle it, as temperatures do in annealing. (Experiment: gaps to
-# the bound of zbv at three of the table's worst costs, P = 8, 8, 16, M = 2P, best of ten starts: 2.5, 2.2, 1.9 points
-# after three rounds of 0.5 and three of 0; 1.9, 1.6, 1.1 after this from 0.9. Tops to 1.5 and 21 or 41 rounds: alike.)
-COOLING = (*(1.2 * (1 - step / 9) for step in range(10)), 0.0)
+# [Experiment: coolings] Gaps of zbv to the bound, P = 8, M = 2P and 4P, 10 costs of seed 79: 6 rounds and 11, the same
+# gives for all and drawn ones, alike (0.46 to 0.49 points on average). Again and again from the best order, seed 78: 25
+# times 11 rounds, tops of 0.8, 1.2, 1.8: 0.91, 0.90, 0.93; 50 times 6 rounds: 0.92, 0.86, 0.90; never again: 1.10.
+_ROUNDS, _TOP = 6, 1.2
+
+
+def cooling(num_codes: int, rng: random.Random) -> list[list[float]]:
+    """By round and code: the share of an operation that may stick out of the gap that it fills, falling to none.
+
+    What that delays may gain elsewhere: large shares shake an order up, small ones settle it, as temperatures do in
+    annealing. They are drawn, so that every cooling finds other orders.
+    """
+    tops = [_TOP * (1 - step / (_ROUNDS - 1)) for step in range(_ROUNDS)]
+    return [[top * rng.random() for _ in range(num_codes)] for top in tops]
 
 
 class Compactor:
@@ -32,19 +42,19 @@ class Compactor:
         self.forwards, self.backwards = Clock(problem), Clock(problem, reverse=True)
         self.limits = [limit + slack(limit) for limit in problem.limits]
 
-    def improve(self, order: Order, gives: Sequence[float] = (0.0,)) -> Order:
-        """The best order met, one round of both directions for each give. With a give of 0 no round is worse."""
+    def improve(self, order: Order, rounds: Iterable[Sequence[float]]) -> Order:
+        """The best order met. rounds: of both directions, gives by code. Where these are 0 no round is worse."""
         found = self.forwards.times(order)
         assert found is not None, "an order that stops"
         best, best_cost, times = order, found.cost, found
-        for give in gives:
+        for gives in rounds:
             dues = [mine[0] + times.cost for mine in times.starts]
             last = max(dues)
             rows, begins = self._mirrored(order, times.starts, last)
             available = [last - due for due in dues]
-            rows, back = fill(self.backwards, self.limits, rows, begins, available, give)
+            rows, back = fill(self.backwards, self.limits, rows, begins, available, gives)
             rows, begins = self._mirrored(rows, back.starts, back.makespan)
-            order, times = fill(self.forwards, self.limits, rows, begins, [0.0] * len(order), give)
+            order, times = fill(self.forwards, self.limits, rows, begins, [0.0] * len(order), gives)
             if times.cost < best_cost - slack(best_cost):
                 best, best_cost = order, times.cost
         return best
@@ -60,19 +70,30 @@ class Compactor:
 
 
 def fill(
-    clock: Clock, limits: list[float], order: Order, starts: Starts, available: list[float], give: float = 0.0
+    clock: Clock,
+    limits: list[float],
+    order: Order,
+    starts: Starts,
+    available: list[float],
+    gives: Sequence[float] = (),
 ) -> tuple[Order, Times]:
     """One walk over the order by time, moving operations into the gaps before it. starts: of the order's operations, in
-    a schedule that is possible; nothing comes later than there but what a give delays."""
-    walk = _Compaction(clock, limits, order, starts, available)
-    return walk.order(give), walk.times()
+    a schedule that is possible; nothing comes later than there but what gives (by code; none: 0) delay."""
+    walk = _Compaction(clock, limits, order, starts, available, gives)
+    return walk.order(), walk.times()
 
 
 class _Compaction:
     """One walk over an order; ranks run on by themselves and meet in a queue of events only where they stall."""
 
     def __init__(
-        self, clock: Clock, limits: list[float], order: Order, starts: Starts, available: list[float]
+        self,
+        clock: Clock,
+        limits: list[float],
+        order: Order,
+        starts: Starts,
+        available: list[float],
+        gives: Sequence[float],
     ) -> None:
         self.clock, self.limits, self.old, self.starts = clock, limits, order, starts
         self.rows: Order = [[] for _ in order]
@@ -90,10 +111,13 @@ class _Compaction:
             for place, code in enumerate(row):
                 self.places[code].append(place)
         self.codes = [sorted(set(row)) for row in order]
-        self.shortest = [min(clock.durations[code] for code in codes) for codes in self.codes]
+        # By code: how long a gap must be for the operation; and the shortest of each rank.
+        gives = gives or [0.0] * clock.num_codes
+        self.needed = [duration * (1.0 - give) for duration, give in zip(clock.durations, gives, strict=True)]
+        self.shortest = [min(self.needed[code] for code in codes) for codes in self.codes]
         self.events: list[tuple[float, int]] = []
 
-    def order(self, give: float) -> Order:
+    def order(self) -> Order:
         """The order that comes out."""
         events, now, stalled = self.events, self.now, self.stalled
         for rank in range(len(self.old)):
@@ -103,7 +127,7 @@ class _Compaction:
             if time < now[rank] or not stalled[rank]:
                 continue
             now[rank] = time
-            self._unstall(rank, time, give)
+            self._unstall(rank, time)
         assert all(len(new) == len(old) for new, old in zip(self.rows, self.old, strict=True)), (
             "filling stopped"
         )
@@ -162,7 +186,7 @@ class _Compaction:
         arrived = self.arrivals[code]
         return arrived[index] if index < len(arrived) else INFINITY
 
-    def _unstall(self, rank: int, now: float, give: float) -> None:
+    def _unstall(self, rank: int, now: float) -> None:
         """Go on if what comes next is ready; else run what fits before it; else wait."""
         place = self.place[rank]
         if place == len(self.old[rank]):
@@ -172,8 +196,8 @@ class _Compaction:
         if ready > now:
             gap_end = ready if ready < INFINITY else self.starts[rank][place]
             chosen, wake = -1, INFINITY
-            if gap_end - now >= self.shortest[rank] * (1.0 - give):
-                chosen, wake = self._filler(rank, following, now, gap_end, give)
+            if gap_end - now >= self.shortest[rank]:
+                chosen, wake = self._filler(rank, following, now, gap_end)
             if chosen < 0:
                 wake = min(wake, ready)
                 if wake < INFINITY:
@@ -184,17 +208,15 @@ class _Compaction:
         self.stalled[rank] = False
         self._run_on(rank)
 
-    def _filler(
-        self, rank: int, following: int, now: float, gap_end: float, give: float
-    ) -> tuple[int, float]:
+    def _filler(self, rank: int, following: int, now: float, gap_end: float) -> tuple[int, float]:
         """The first operation of the row that fits into the gap, or -1; and when there might be one."""
         best, best_place, wake = -1, len(self.old[rank]), INFINITY
-        durations = self.clock.durations
+        needed = self.needed
         for code in self.codes[rank]:
             index, places = self.done[code], self.places[code]
             if code == following or index == len(places) or places[index] >= best_place:
                 continue
-            if now + durations[code] * (1.0 - give) > gap_end:
+            if now + needed[code] > gap_end:
                 continue
             start = self._ready(code)
             if start > now:

@@ -1,13 +1,15 @@
-"""The search: constructed starts, the best of them compacted; a long problem through a short one."""
+"""The search: constructed starts, each cooled once, then the best order again and again; a long problem through a
+short one."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
-from megatron.core.pipeline_parallel.plan.search.compaction import COOLING, Compactor
-from megatron.core.pipeline_parallel.plan.search.improve import Improver
+from megatron.core.pipeline_parallel.plan.search.compaction import Compactor, cooling
+from megatron.core.pipeline_parallel.plan.search.improve import wander
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
     OrderProblem,
@@ -18,13 +20,16 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
 )
 from megatron.core.pipeline_parallel.plan.search.starts import Start, starts
 
-# Operations that compaction may visit, three microseconds each. Not time: every rank must come to the same plan.
-_VISITS = 600_000
-# Orders that single moves improve (each from a different one), and that are tried longer.
-_FINALISTS = 6
-# Single moves find what no filled gap does on few operations alone: P = 3, M = 6 and below, by the proved optima.
-_MOST_MOVED_OPS = 600
-_EVALUATIONS = 400
+# Operations that compaction may visit, two microseconds each. Not time: every rank must come to the same plan.
+_VISITS = 1_200_000
+# Operations of a problem that is solved whole.
+_WHOLE = 100_000
+# Coolings of the best order that gain nothing, in a row, behind which it is taken.
+_FRUITLESS = 24
+# Single moves find what no filled gap does on few operations alone.
+_MOST_MOVED_OPS, _TRIES = 600, 4000
+# Orders that are tried longer.
+_FINALISTS = 2
 # A steady state may take this many microbatches to come back to itself.
 _LONGEST_CYCLE = 6
 
@@ -74,9 +79,10 @@ class Search:
         return any(one.cost <= self.bound + slack(self.bound) for one in self.found)
 
     def run(self, visits: int) -> None:
-        """Make the starts, squeeze them, then cool them one by one for as long as visits are left."""
-        each = 2 * self.problem.num_ops
-        visits = max(visits, 2 * each)  # the best start is squeezed, however long it takes
+        """Make the starts and cool them one by one, then the best order again and again, while visits are left.
+
+        The first start is cooled however long it takes.
+        """
         made = []
         for start in starts(self.problem):
             found = self.add(start, start.make(self.problem))
@@ -84,25 +90,19 @@ class Search:
                 return
             if found is not None:
                 made.append(found)
-        for gives, firsts in (((0.0, 0.0), self.ranking), (COOLING, made)):
-            for one in firsts:
-                visits -= len(gives) * each
-                if visits < 0 or self.is_done():
-                    return
-                self.add(one.start, self.compactor.improve(one.order, gives))
-        if self.problem.num_ops <= _MOST_MOVED_OPS:
-            self.move()
-
-    def move(self) -> None:
-        """Single moves, from the best orders that differ."""
-        improver = Improver(self.problem)
-        firsts = {str(found.order): found for found in self.ranking}
-        for found in list(firsts.values())[:_FINALISTS]:
-            if self.is_done():
-                return
-            moved = self.add(found.start, improver.improve(found.order, _EVALUATIONS))
-            if moved is not None and moved.cost < found.cost:
-                self.add(found.start, self.compactor.improve(moved.order, (0.0, 0.0)))
+        rng, fruitless, firsts = random.Random(0), 0, iter(made)
+        while made and fruitless < _FRUITLESS and not self.is_done():
+            best = self.ranking[0]
+            one = next(firsts, best)
+            rounds = cooling(self.compactor.forwards.num_codes, rng)
+            visits -= 2 * self.problem.num_ops * len(rounds)
+            if visits < 0 and one is not made[0]:
+                break
+            found = self.add(one.start, self.compactor.improve(one.order, rounds))
+            fruitless = 0 if found is not None and found.cost < best.cost else fruitless + 1
+        if made and self.problem.num_ops <= _MOST_MOVED_OPS and not self.is_done():
+            best = self.ranking[0]
+            self.add(best.start, wander(self.problem, best.order, _TRIES, rng))
 
 
 def solve(name: str, problem: OrderProblem) -> Solution:
@@ -134,13 +134,14 @@ def solve(name: str, problem: OrderProblem) -> Solution:
 
 
 def short_length(problem: OrderProblem) -> int:
-    """How many microbatches are solved in place of all: enough for a start, a steady state and an end; and 8 a rank, in
-    which these can overlap, where several coolings of so many are affordable."""
+    """How many microbatches are solved in place of all: all where that is affordable, else enough for a start, a steady
+    state and an end, and up to 8 a rank, in which these can overlap."""
     num_ranks, num_chunks = problem.placement.num_ranks, problem.placement.num_chunks
-    short = (4 if num_chunks == 1 else 2) * num_ranks + 16
-    several = 4 * len(COOLING) * problem.of_length(8 * num_ranks).num_ops <= _VISITS
-    short = max(short, 8 * num_ranks) if several else short
-    return short if problem.num_microbatches > short + short // 4 else problem.num_microbatches
+    if problem.num_ops <= _WHOLE:
+        return problem.num_microbatches
+    affordable = _WHOLE // (2 * problem.of_length(1).num_ops)
+    short = max((4 if num_chunks == 1 else 2) * num_ranks + 16, min(8 * num_ranks, affordable))
+    return min(short, problem.num_microbatches)
 
 
 def extend(order: Order, num_chunks: int, more: int) -> Order | None:

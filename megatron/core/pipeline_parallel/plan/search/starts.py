@@ -23,20 +23,12 @@ from megatron.core.pipeline_parallel.plan.search.blocks import Block, repeat
 from megatron.core.pipeline_parallel.plan.search.list_schedule import Patience, list_schedule
 from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, order_of, peaks
 
-# Shares of a delay that each leg of a microbatch's way gets: F by chunk, B by chunk.
-_LINEAR_LEGS = ((0.0, 1.0), (1.0, 0.0))
-_V_LEGS = ((0.0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 2.0), (1.0, 1.0, 0.0, 0.0))
-_HALVINGS = 5  # of the longest delay that fits: to a thirtieth of a period
 # Steps by which a period is stretched until a block fits where memory allows no shorter one; then more coarsely.
 _STRETCHES = (*(1 + 0.04 * step for step in range(1, 25)), *(2 * 1.25**step for step in range(20)))
-_MOST_LISTED = 4
 _LOOSEST = 3  # stretched blocks: a longer one may fill its gaps better
 
-# The five of list scheduling as it is known; those that wait less before a W than before an F; F's and W's first (the
-# optimum where B's grow: a random V of 3 ranks and 3 microbatches, 28.16 instead of 29.26).
-PATIENCES = tuple(Patience(one, one) for one in (0.0, 0.15, 0.3, 0.6, 1.0)) + tuple(
-    Patience(*pair) for pair in ((1.0, 0.0), (1.0, 0.25), (0.3, 0.15), (0.6, 0.3), (-1.0, -1.0))
-)
+
+PATIENCES = (Patience(0.3, 0.3), Patience(1.0, 0.0), Patience(-1.0, -1.0))
 
 
 class Start(NamedTuple):
@@ -48,55 +40,34 @@ class Start(NamedTuple):
 
 def starts(problem: OrderProblem) -> Iterator[Start]:
     """The promising ones first."""
-    num_ranks = problem.placement.num_ranks
     if problem.placement.num_chunks == 1:
         for name, generate in (("zb-h2", zb_h2), ("zb-h1", zb_h1), ("1f1b", one_f_one_b)):
             yield Start(name, functools.partial(_fixed, generate=generate))
     else:
         yield Start("zbv", unit_zbv)
         for half in (True, False):
-            yield Start("v-half" if half else "v-min", v_block(num_ranks, half=half).order)
-        yield from _blocks(problem, _V_LEGS)
-    # On the V a rank that runs what it can runs too many F's of its first chunk: at P = 8 a bubble of 20 % for 5.
-    for patience in PATIENCES if problem.placement.num_chunks == 1 or num_ranks <= _MOST_LISTED else ():
+            yield Start("v-half" if half else "v-min", v_block(problem.placement.num_ranks, half=half).order)
+        yield from _blocks(problem)
+    for patience in PATIENCES:
         yield Start(f"list, {patience}", functools.partial(list_schedule, patience=patience))
-    if problem.placement.num_chunks == 1:
-        yield from _blocks(problem, _LINEAR_LEGS)
 
 
 def _fixed(problem: OrderProblem, generate: Callable[[Request], Plan]) -> Order:
     return order_of(generate(Request(problem.placement.num_ranks, problem.num_microbatches)))
 
 
-def _blocks(problem: OrderProblem, legs: tuple[tuple[float, ...], ...]) -> Iterator[Start]:
-    """A block without delay, and delayed on each leg by three quarters of what memory lets; where the shortest period
-    does not fit, the shortest ones that do."""
+def _blocks(problem: OrderProblem) -> Iterator[Start]:
+    """The block that repeats every work of a rank; where memory does not allow that, the shortest ones that it does."""
     work = problem.work / problem.num_microbatches
-    none = (0.0,) * len(legs[0])
-    if work <= 0:
-        return
-    tight = _fitting(problem, work, none)
-    if tight is None:
-        stretched = ((one, _fitting(problem, one * work, none)) for one in _STRETCHES)
-        loose = ((one, block) for one, block in stretched if block is not None)
-        for stretch, one in itertools.islice(loose, _LOOSEST):
-            yield Start(f"block of {stretch:g} of the work", one.order)
-        return
-    yield Start("block of the work", tight.order)
-    for leg in legs:
-        low, high = 0.0, work
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            fits = _fitting(problem, work, tuple(middle * one for one in leg)) is not None
-            low, high = (middle, high) if fits else (low, middle)
-        block = _fitting(problem, work, tuple(0.75 * low * one for one in leg)) if low else None
-        if block is not None:
-            yield Start(f"block, {0.75 * low:g} of delay on {leg}", block.order)
-
-
-def _fitting(problem: OrderProblem, period: float, delays: tuple[float, ...]) -> Block | None:
-    block = repeat(problem, period, delays)
-    return block if block is not None and block.fits(problem) else None
+    fitting = (
+        (stretch, block)
+        for stretch in (1.0, *_STRETCHES)
+        if work > 0 and (block := repeat(problem, stretch * work)) is not None and block.fits(problem)
+    )
+    for stretch, block in itertools.islice(fitting, _LOOSEST):
+        yield Start(f"block of {stretch:g} of the work", block.order)
+        if stretch == 1.0:
+            break
 
 
 # The V at equal times ------------------------------------------------------------------------------------

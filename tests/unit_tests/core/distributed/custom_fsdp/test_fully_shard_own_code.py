@@ -12,7 +12,7 @@ from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.reshard_policy import ReshardPlanError
 from megatron.core.distributed.custom_fsdp.step_driver import driver_of
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed import distributed_data_parallel
+from megatron.core.distributed import data_parallel
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (
@@ -29,7 +29,7 @@ def net() -> nn.Module:
 def not_cut():
     """Engines made inside lay their buffers so."""
     placed = functools.partial(FlatBuffer, placement="tensor_atomic")
-    return mock.patch.object(distributed_data_parallel, "FlatBuffer", placed)
+    return mock.patch.object(data_parallel, "FlatBuffer", placed)
 
 
 def trains_as_one_process_and_cuts_no_parameter(ctx) -> None:

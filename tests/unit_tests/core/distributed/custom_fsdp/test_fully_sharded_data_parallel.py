@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.distributed.all_gather_pipeline import UnitState
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from tests.harness.ranks import share_ranks

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.distributed.custom_fsdp import shard_parameters
 from megatron.core.distributed.custom_fsdp.shard_parameters import ShardParameters
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.param_meta import infer_param_meta

@@ -11,7 +11,7 @@ from megatron.core.distributed.custom_fsdp.fully_shard import (
     SHARDED_GRADIENTS,
     resolve_standalone,
 )
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 
 CHANGED = {

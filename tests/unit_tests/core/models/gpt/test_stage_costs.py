@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec
 from tests.harness.tiny_models import VARIANTS, tiny_config

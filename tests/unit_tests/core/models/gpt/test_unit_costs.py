@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.distributed.shard_layout import ALIGNMENT, ParamSpec, plan_layouts
 from megatron.core.distributed.stage_units import find_units_of
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.models.gpt.unit_costs import stage_units

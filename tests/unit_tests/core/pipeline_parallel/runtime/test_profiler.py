@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profile
 from megatron.core.pipeline_parallel.runtime.recorder import Recorders
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
-from megatron.core.tensor_parallel.layers import column_linear
+from megatron.core.tensor_parallel.parallel_layers import column_linear
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.ranks import run_ranks
 from tests.harness.toy_pipeline import ToyChunk, lowered

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
-from megatron.core.tensor_parallel.layers import column_linear
+from megatron.core.tensor_parallel.parallel_layers import column_linear
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.toy_pipeline import HIDDEN, TOKENS, ToyChunk
 

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit, UnitAccesses
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import (
+from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
+from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
     PositionEmbedding,
     VocabParallelEmbedding,
     column_linear,
 )
-from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
 from megatron.core.tensor_parallel.random import DropoutSite, dropout, fill
 from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta
+from megatron.core.tensor_parallel.vocab_loss import vocab_parallel_cross_entropy
 from megatron.core.transformer.attention import InferenceCache
+from megatron.core.transformer.model_config import SQRT_HIDDEN, TransformerConfig
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import SQRT_HIDDEN, TransformerConfig
 
 
 class GPTModel(MegatronModule):

@@ -24,7 +24,7 @@ from torch import nn
 
 from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
 from megatron.core.distributed.bucket_memory import ArenaGroups, Reading, as_they_are, num_bytes
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
 from megatron.core.distributed.gradient_sources import Sinks, connect
@@ -54,7 +54,7 @@ class DistributedDataParallel(GradSync):
     parameters are read inside it, where another engine has cut them. hooks: all that listen to the model.
 
     Communicates over dp_gather, dp_reduce and dp_outer (the groups of its flat buffer's arenas), and over tp and
-    embedding where gradients have parts there (`finalize_model_grads`), there once when built. In a world of one no
+    embedding where gradients have parts there (`shared_sums`), there once when built. In a world of one no
     communication and no copy. Raises ModelError where units do not fit the model.
     """
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.tensor_parallel.layers import local_ids
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
+from megatron.core.tensor_parallel.parallel_layers import local_ids
 from megatron.core.transport.collectives import all_reduce
 
 

@@ -1,0 +1,220 @@
+"""Megatron's configuration classes, its layer spec, and `GPTModel` with its own arguments.
+
+A field that is a flag of Megatron's has the verdict of the flag table: without effect (a warning), or refused with what
+to use. A name that no release knows is a TypeError, as with every dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.compat import parallel_state
+from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
+from megatron.core.distributed import data_parallel_config
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.models.gpt.stage_layers import split_stages
+from megatron.core.optimizer import optimization_config
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.transformer import model_config
+from megatron.training.config.flag_table import FlagState, flag_table
+
+_FLAG_OF = {  # Megatron's fields and arguments, where the flag has another name
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_moe_experts": "num_experts",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "bucket_size": "ddp_bucket_size",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+}
+_ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
+# Fields that are no flags of the group; those without effect are about what is done otherwise here.
+_OF_MODEL = {
+    "params_dtype": torch.float32,
+    "bf16": False,
+    "fp16": False,
+    "seed": 1234,
+    "num_query_groups": None,
+}
+_OF_MODEL |= {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}
+_OF_MODEL |= dict.fromkeys(("finalize_model_grads_func", "grad_scale_func"))
+_NO_EFFECT = (
+    "pipeline_dtype batch_p2p_comm no_sync_func grad_sync_func param_sync_func timers bias_dropout_fusion "
+    "masked_softmax_fusion persist_layer_norm average_in_collective"
+).split()
+
+
+class ConfigFields:
+    """What the classes have in common, which are dataclasses to subclass and write to, as Megatron's."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is not built; warns of flags without effect."""
+        for theirs, name in _FLAG_OF.items():
+            if getattr(self, theirs, None) is not None:
+                setattr(self, name, getattr(self, theirs))
+        for one in dataclasses.fields(self):  # type: ignore[arg-type]
+            entry, value = flag_table().get(one.name), getattr(self, one.name)
+            if entry is None or value in (None, False, one.default) or one.name in (*_NO_EFFECT, *_FLAG_OF):
+                continue
+            told, allowed = (
+                f"{type(self).__name__}({one.name}={value!r})",
+                entry.neutral + (entry.allowed or ()),
+            )
+            if entry.state is FlagState.INERT:
+                warnings.warn(f"{told} has no effect: {entry.why}", stacklevel=4)
+            elif str(value) not in allowed and (entry.state is FlagState.UNSUPPORTED or entry.allowed):
+                raise ValueError(f"{told} is not supported: {entry.fix}")
+
+    def group(self, of: type[Any], **more: Any) -> Any:
+        """Our group of flags with these values. more: of other fields."""
+        names = {one.name for one in dataclasses.fields(of)}
+        values = {**vars(self), **more}.items()
+        return of(**{name: value for name, value in values if name in names and value is not None})
+
+
+def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
+    flags = [one.name for one in flag_table().values() if one.field is None]
+    values: dict[str, Any] = dict.fromkeys([*flags, *(name.removeprefix("no_") for name in flags)])
+    values |= {one.name: one.default for group in groups for one in dataclasses.fields(group)}
+    values |= {theirs: None for theirs, flag in _FLAG_OF.items() if flag in values}
+    values |= dict.fromkeys(_NO_EFFECT) | more
+    fields = [(name, Any, value) for name, value in values.items() if not keyword.iskeyword(name)]
+    return dataclasses.make_dataclass(name, fields, bases=(ConfigFields,), namespace={"__module__": __name__})
+
+
+TransformerConfig = _config_class(
+    "TransformerConfig", ModelParallelConfig, model_config.TransformerConfig, **_OF_MODEL
+)
+DistributedDataParallelConfig = _config_class(
+    "DistributedDataParallelConfig", data_parallel_config.DistributedDataParallelConfig
+)
+OptimizerConfig = _config_class(
+    "OptimizerConfig",
+    optimization_config.OptimizerConfig,
+    **dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather")),
+)
+
+
+def core_transformer_config_from_args(args: Any, config_class: Any = TransformerConfig) -> Any:
+    """A `TransformerConfig` of the values of `get_args()`."""
+    values = {name: value for name, value in vars(args).items() if hasattr(TransformerConfig, name)}
+    grouped = args.num_query_groups if args.group_query_attention else None
+    return config_class(**{**values, "num_query_groups": grouped})
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleSpec:
+    """What Megatron builds layers by. Ours are of one kind, so it says only whose they are."""
+
+    module: str = "local"
+
+
+def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
+    """The layers of this framework. Raises ValueError for experts and latent attention."""
+    named.pop("qk_layernorm", None)  # the configuration's
+    if any(given) or any(named.values()):
+        raise ValueError(
+            f"get_gpt_layer_local_spec({given or named}): planned, docs/roadmap.md; leave it out"
+        )
+    return ModuleSpec()
+
+
+class ShardedStateDict(dict[str, Tensor]):
+    """A model's parameters by name. pieces: as checkpoints know what parts of them this rank holds."""
+
+    pieces: list[LocalPiece]
+
+
+class GPTModelOfSpec(GPTModel):
+    """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
+
+    Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
+    padded to a multiple of the tensor parallel size. others: fields of the model that Megatron takes here. Raises
+    ValueError for layers and an activation that are not here, TypeError for other arguments.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        transformer_layer_spec: ModuleSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        *,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        **others: Any,
+    ) -> None:
+        activation = config.activation_func.__name__, config.gated_linear_unit
+        if not isinstance(transformer_layer_spec, ModuleSpec) or activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"{transformer_layer_spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
+                "such as swiglu=True or squared_relu=True for an activation"
+            )
+        flags = {_FLAG_OF.get(name, name): value for name, value in others.items() if value is not None}
+        if flag := _ACTIVATIONS[activation]:
+            flags[flag] = True
+        ps = parallel_state.current()
+        stages = split_stages(config.group(ModelParallelConfig), config.num_layers, chunks=1)
+        flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)
+        flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
+        flags["group_query_attention"] = config.num_query_groups is not None
+        super().__init__(
+            dataclasses.replace(config.group(model_config.TransformerConfig), **flags).resolved(),
+            padded_vocab_size=vocab_size,
+            seed=config.seed,
+            params_dtype=torch.bfloat16
+            if config.bf16
+            else torch.half
+            if config.fp16
+            else config.params_dtype,
+            device=ps.device.torch_device,
+            pre_process=pre_process,
+            post_process=post_process,
+            layers=stages[ps.pp_rank].layers,
+            tp=TensorParallel.of(ps, config.sequence_parallel),
+        )
+        self.config, self.parallel_output = config, parallel_output
+        _ParameterGrads(self)
+
+    def forward(self, input_ids: Any, *where: Any, labels: Any = None, **named: Any) -> Tensor:  # type: ignore[override]
+        """Losses [b, s] with labels, else logits [b, s, v], with parallel_output this rank's part [b, s, v/tp]."""
+        output = super().forward(input_ids, *where, **named, labels=labels).contiguous()  # type: ignore[misc]
+        if self.post_process and labels is None and self.parallel_output:
+            return output.chunk(self.tp.size, -1)[self.tp.rank]
+        return output
+
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
+        """For `dist_checkpointing.save` and `load`."""
+        state, named = ShardedStateDict(), dict(self.named_parameters())
+        state.update({prefix + name: one for name, one in named.items()})
+        state.pieces = [
+            p for name, meta in self.param_meta.items() for p in pieces_of("model", meta, named[name])
+        ]
+        return state
+
+
+class _ParameterGrads:
+    """A `GradListener` that leaves sums in `parameter.grad`: a contribution starts one where there is none."""
+
+    def __init__(self, model: GPTModel) -> None:
+        named, facts = dict(model.named_parameters()), model.param_meta
+        self.parameters = {key: named[name] for name, meta in facts.items() for key in meta.grad_keys}
+        model.context.grads.bind({key: one.detach() for key, one in self.parameters.items()}, self)
+        self.sums = model.context.grads.main_grads
+
+    def grad_begins(self, key: str) -> bool:
+        grad = self.parameters[key].grad
+        self.sums[key] = torch.empty_like(self.parameters[key]) if grad is None else grad
+        return grad is None
+
+    def grad_ready(self, key: str, microbatch: int) -> None:
+        self.parameters[key].grad = self.sums[key]

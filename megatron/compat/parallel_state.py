@@ -1,0 +1,119 @@
+"""Megatron's `parallel_state` (`mpu`): one process-wide grid of ranks, asked by the functions of `_ANSWERS`.
+
+Their arguments, such as `with_context_parallel`, are without effect: no axis here has several kinds of groups.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.device import device_in_use
+from megatron.core.transport import parallel_state as ours
+from megatron.core.transport.parallel_state import Group, ParallelState
+from megatron.core.transport.rank_grid import dense_grid
+from megatron.training import global_vars
+
+
+class _Made:
+    """ps: by `initialize_model_parallel`. alone: torch's group of this rank only."""
+
+    ps: ParallelState | None = None
+    alone: dist.ProcessGroup | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    *others: Any,
+    num_distributed_optimizer_instances: int = 1,
+    distributed_timeout_minutes: int = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    **named: Any,
+) -> None:
+    """Make the groups; torch's default process group has to exist, unless there is one rank. Communicates over the
+    world. Raises ValueError where sizes do not divide the world, and for parallelism of other kinds."""
+    if asked := {k: v for k, v in [*enumerate(others, 3), *named.items()] if v not in (None, 0, 1)}:
+        raise ValueError(
+            f"initialize_model_parallel({asked}): not here, only tensor, pipeline and data parallelism"
+        )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    _Made.ps = ours.make_parallel_state(
+        dense_grid(world, tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size, order=order),
+        device_in_use("cpu" if world == 1 or dist.get_backend() == "gloo" else None),
+        datetime.timedelta(minutes=distributed_timeout_minutes),
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+    )
+
+
+def destroy_model_parallel() -> None:
+    """Forget the groups; torch's own stay."""
+    _Made.ps = _Made.alone = None
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` was called."""
+    return _Made.ps is not None
+
+
+def current() -> ParallelState:
+    """Our state: of `initialize_model_parallel`, else of the run under `pretrain`. Raises NotInitializedError."""
+    return _Made.ps or global_vars.get_parallel_state()
+
+
+def _process_group(group: Group) -> dist.ProcessGroup | None:
+    """torch's; of one rank a group of its own, as None would mean the whole world."""
+    if group.process_group is None and dist.is_initialized():
+        _Made.alone = _Made.alone or ours.group_of_this_rank()
+        return _Made.alone
+    return group.process_group
+
+
+_Read = Callable[[Group], Any]
+_AXES = {
+    "tensor_model_parallel": "tp",
+    "pipeline_model_parallel": "pp",
+    "data_parallel": "dp",
+    "model_parallel": "mp",
+}
+_AXES |= {
+    "embedding": "embedding",
+    "context_parallel": "",
+    "expert_model_parallel": "",
+    "expert_tensor_parallel": "",
+}
+_OF_AXIS: dict[str, _Read] = {
+    "world_size": lambda group: group.size,
+    "rank": lambda group: group.rank,
+    "group": _process_group,
+    "src_rank": lambda group: group.ranks[0],
+    "global_ranks": lambda group: list(group.ranks),
+    "first_rank": lambda group: group.ranks[0],
+    "last_rank": lambda group: group.ranks[-1],
+    "next_rank": lambda group: group.ranks[(group.rank + 1) % group.size],
+    "prev_rank": lambda group: group.ranks[group.rank - 1],
+}
+# By name: a purpose, and what of its group is the answer. Where a purpose is "" there is no such axis: a rank is alone.
+_ANSWERS: dict[str, tuple[str, _Read]] = {
+    "is_pipeline_first_stage": ("pp", lambda group: group.rank == 0),
+    "is_pipeline_last_stage": ("pp", lambda group: group.rank == group.size - 1),
+    "is_rank_in_embedding_group": ("pp", lambda group: group.rank in (0, group.size - 1)),
+    "get_virtual_pipeline_model_parallel_rank": ("pp", lambda group: None),
+    "get_virtual_pipeline_model_parallel_world_size": ("pp", lambda group: None),
+} | {f"get_{axis}_{what}": (of, read) for axis, of in _AXES.items() for what, read in _OF_AXIS.items()}
+
+
+def _getter(purpose: str, read: _Read) -> Callable[..., Any]:
+    def get(*_: Any, **__: Any) -> Any:
+        ps = current()
+        alone = Group("alone", (ps.rank,), 0, ps.device.backend, None, ps.device, ours.DEFAULT_TIMEOUT)
+        return read(ps.groups.get(purpose, alone))
+
+    return get
+
+
+globals().update({name: _getter(*answer) for name, answer in _ANSWERS.items()})
+__all__ = ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized", *_ANSWERS]
