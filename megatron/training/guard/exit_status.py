@@ -39,7 +39,7 @@ class ExitStatus(enum.IntEnum):
         return member
 
     DONE = 0, "done; also when left by `--exit-interval` or `--exit-duration-in-mins`"
-    BUG = 1, "an error nobody foresaw: the traceback is printed, please report it"
+    BUG = 1, "an unexpected error: the traceback is printed, please report it"
     CONFIGURATION = 2, "configuration: flags, or ranks started with different configuration, code or torch"
     CHECKPOINT = (
         3,
