@@ -25,12 +25,8 @@ def measured_step(timeline: Path) -> Picture:
     """The last measured step below the plan, and what that moves and holds over time. timeline: the folder of
     --log-pipeline-timeline. Raises PlanError for what is no timeline."""
     step = overlay.chosen_step(timeline, None)
-    costs = overlay.measured_costs(step.plan, overlay.mean_times(step.plan, step.spans))
-    stages = () if step.lanes is None else step.lanes.stages
-    activation = tuple(sum(unit.activation for unit in stage.units) for stage in stages)
-    if any(activation):  # the same times; activations in bytes, as the units have them
-        held = tuple(sum(unit.held_after_b for unit in stage.units) for stage in stages)
-        costs = dataclasses.replace(costs, activation=activation, held_after_b=held)
+    means = overlay.mean_times(step.plan, step.spans)
+    costs = overlay.in_bytes(overlay.measured_costs(step.plan, means), step)
     planned = simulate(step.plan, costs, step.lanes)
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     curves = HeldCurves(planned, None, "activations" if step.lanes is None else "bytes", step.at_rest)
@@ -67,5 +63,6 @@ def planned_step(run: RunRecord) -> Picture | None:
     costs = CostModel.of_ranks(plan.placement)
     found = simulate(lower(plan, costs), costs)
     made = plan_picture(found, small=plan.num_ops > MOST_BOXES, time_name="time: a rank's F takes 1")
-    note = f"{summary(found)}. {made.note} For a step as it ran, train with --log-pipeline-timeline."
+    more = "For the step as it ran, train with --log-pipeline-timeline and give --timeline here."
+    note = f"{summary(found)}. {made.note} {more}"
     return dataclasses.replace(made, title="The step as planned, at equal times of F, B and W", note=note)

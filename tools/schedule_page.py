@@ -30,6 +30,7 @@ class Entry:
 
     simulation: planned; None if the schedule cannot be had, and `problem` says why. problem: also what is wrong with
     one that can be had but not run (memory). measured: the step of a run, where there is one. remarks: lines to add.
+    time_name: of the axis of time. held: over time, where more is known of it than the simulation says.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Entry:
     problem: str = ""
     measured: Simulation | None = None
     remarks: tuple[str, ...] = ()
+    time_name: str = "time"
+    held: HeldCurves | None = None
 
 
 def entry_of(
@@ -132,15 +135,13 @@ def to_html(
     limits: by rank, in `unit`, what activations are counted in. units_in: what gathered weights are counted in, where
     the plan was not made for a limit in bytes. notes: lines above the figures, as of the choice.
     """
-    held = {
-        entry.name: HeldCurves(
-            entry.simulation, limits, units_in if entry.simulation.timeline.lanes else unit
-        )
-        for entry in entries
-        if entry.simulation is not None
-    }
-    for drawn in held.values():  # all on one axis of memory, too
-        drawn.most = max(other.most for other in held.values())
+    held: dict[str, HeldCurves] = {}
+    for entry in entries:
+        if (found := entry.simulation) is not None:
+            counted_in = units_in if found.timeline.lanes else unit
+            held[entry.name] = entry.held or HeldCurves(found, limits, counted_in)
+    for drawn in held.values():  # all of one unit on one axis of memory, too
+        drawn.most = max(other.most for other in held.values() if other.unit == drawn.unit)
     plans = [one.plan for entry in entries for one in (entry.simulation, entry.measured) if one is not None]
     boxes = sum(IS_COMPUTE[op[0]] for plan in plans for row in plan.rows for op in row)
     body = [element("header", element("h1", html.escape(title)))]
@@ -155,13 +156,12 @@ def to_html(
         body += [element("p", html.escape(remark)) for remark in entry.remarks]
         if entry.simulation is not None:
             both, span = (entry.simulation, entry.measured), longest(entries)
-            seconds = entry.measured is not None or any("seconds" in remark for remark in entry.remarks)
             drawing = plan_picture(
                 *both,
                 span=span,
                 held=held[entry.name],
                 small=boxes > MOST_BOXES,
-                time_name="seconds" if seconds else "time",
+                time_name=entry.time_name,
             )
             body.append(drawing.figure(wide=True))
     return page(title, body)

@@ -19,12 +19,8 @@ from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNS
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.words import size_text
 
-COLOURS = (
-    "#5a96e6",
-    "#55b88c",
-    "#e8b23e",
-    "#3fa9a5",
-)  # F, B, W, BW; letters on them are dark, by light and by dark
+# Of F, B, W and BW; letters on them are dark, on a light page and on a dark one.
+COLOURS = ("#5a96e6", "#55b88c", "#e8b23e", "#3fa9a5")
 _WORDS = ("F: forward", "B: input gradient", "W: weight gradient", "BW: backward")
 IDLE, OUTSIDE = "var(--idle)", "var(--outside)"
 MOST_BOXES = 6000  # that are drawn with a tooltip each
@@ -115,10 +111,18 @@ def plan_picture(
         strips += _wire(simulation, rank)
         strips.append(held.strip(rank, 22 if small else 48))
     longest = span or max(one.makespan for one in both)
+    if title is None:
+        title = (
+            summary(simulation)
+            if measured is None
+            else f"{simulation.plan.schedule}: "
+            + "; ".join(
+                f"{suffix.strip()} {one.makespan:.5g}, bubble {one.bubble_rate:.2%}"
+                for one, suffix in zip(both, suffixes, strict=True)
+            )
+        )
     keys, note = [*_keys(both), *held.keys], f"{how_counted(simulation)} Memory is in {held.unit}."
-    return lanes(
-        title or summary(simulation), strips, span=longest, time_name=time_name, keys=keys, note=note
-    )
+    return lanes(title, strips, span=longest, time_name=time_name, keys=keys, note=note)
 
 
 def how_counted(simulation: Simulation) -> str:
@@ -196,10 +200,9 @@ def to_picture(simulation: Simulation, *, span: float | None = None, width: int 
     return plan_picture(simulation, title=title, span=span, small=True).svg(width)
 
 
-def beside_svg(planned: Simulation, measured: Simulation) -> str:
+def beside_svg(planned: Simulation, measured: Simulation, held: HeldCurves | None = None) -> str:
     """A file with two lanes a rank on one axis, planned above measured; times in seconds."""
-    title = f"planned {summary(planned)}; measured {summary(measured, held=False)}"
-    return plan_picture(planned, measured, title=title, time_name="seconds").svg(1200)
+    return plan_picture(planned, measured, held=held, time_name="seconds").svg(1200)
 
 
 def several_svg(simulations: Sequence[Simulation]) -> str:

@@ -65,7 +65,7 @@ from tools.schedule_page import (
     table,
     to_html,
 )
-from tools.schedule_picture import beside_svg, several_svg, to_picture, to_svg
+from tools.schedule_picture import HeldCurves, beside_svg, several_svg, to_picture, to_svg
 from tools.schedule_text import columns_per_unit, overlay_figures, overlay_text, to_text
 from tools.schedule_trace import overlay_trace, to_trace
 
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> str:
     if args.rank_memory_limit is not None:
         name, shown, reasons = schedule_budget.chosen(args)
         simulation = drawable(shown.simulation)
-        drawn = Entry(name, simulation, remarks=("Times are seconds.",))
+        drawn = Entry(name, simulation, time_name="seconds")
     else:
         if names == [AUTO]:
             entry, reasons = chosen(args)
@@ -301,14 +301,18 @@ def run_measured(args: argparse.Namespace) -> str:
     planned = drawable(simulate(step.plan, costs, step.lanes))
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     limits = limits_of(args, step.plan.placement.num_ranks)
+    held = None
+    if step.lanes is not None and (is_page or args.format == "svg"):
+        in_bytes = simulate(step.plan, overlay.in_bytes(costs, step), step.lanes)
+        held = HeldCurves(in_bytes, at_rest=step.at_rest)
     if is_page:
-        return measured_page(args, names, planned, measured, limits)
+        return measured_page(args, names, planned, measured, limits, held)
     fitting(planned, limits)
     if args.format == "text":
         head = f"iteration {step.iteration}, ranks {', '.join(map(str, step.pipeline))}, seconds\n"
         return head + overlay_text(planned, measured)
     if args.format == "svg":
-        return beside_svg(planned, measured)
+        return beside_svg(planned, measured, held)
     if args.format == "trace":
         return overlay_trace(planned, measured, step.spans)
     if args.format == "json":
@@ -325,13 +329,15 @@ def measured_page(
     planned: Simulation,
     measured: Simulation,
     limits: tuple[float, ...] | None,
+    held: HeldCurves | None,
 ) -> str:
-    """The run beside its plan, and the other schedules named, planned from what the run measured."""
+    """The run beside its plan, and the other schedules named, planned from what the run measured. held: by the run's
+    units, where it has them."""
     plan, costs = planned.plan, planned.costs
     ran = plan.placement
     over = over_limit(planned, limits)
     problem = "" if over is None else f"needs {over[1]:g} activations on rank {over[0]}"
-    entries = [Entry(plan.schedule, planned, problem, measured, remarks=("Times are seconds.",))]
+    entries = [Entry(plan.schedule, planned, problem, measured, time_name="seconds", held=held)]
     for name in names:
         if name == AUTO:
             raise PlanError(f"--measured compares schedules by name, not {AUTO}")
@@ -345,7 +351,7 @@ def measured_page(
             remark = "From the run's measured times of each rank, divided evenly over its chunks here."
         request = Request(ran.num_ranks, plan.num_microbatches, chunks, group, own, limits)
         entry = entry_of(name, request, own, limits)
-        entries.append(dataclasses.replace(entry, remarks=(remark,)))
+        entries.append(dataclasses.replace(entry, remarks=(remark,), time_name="seconds"))
     return compared(args, entries, [], limits)
 
 

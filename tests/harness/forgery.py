@@ -87,7 +87,7 @@ class Loader:
         session = SimpleNamespace(
             config=config,
             ps=self._ps,
-            print_rank_0=lambda *lines: self.lines.extend(lines),
+            print_rank_0=lambda *lines, brief: self.lines.extend(lines),
             folder=SimpleNamespace(check=lambda: None),
             watchdog=SimpleNamespace(phase=lambda name: contextlib.nullcontext()),
         )

@@ -180,9 +180,10 @@ class _Axes:
         return "".join(labels), "".join(lines)
 
     def marks(self, marks: Sequence[Mark]) -> str:
-        shown = [mark for mark in marks if 0 <= self.share(mark.at) <= 1]
         parts, ends = [], [0.0, 0.0]  # ends: of the labels in each of two rows above the plot, as shares
-        for mark in shown[:: max(1, math.ceil(len(shown) / MAX_MARKS))]:
+        inside = [mark for mark in marks if 0 <= self.share(mark.at) <= 1]
+        kinds = ([mark for mark in inside if mark.kind == kind] for kind in ("resume", "checkpoint"))
+        for mark in itertools.chain(*(of[:: max(1, math.ceil(len(of) / MAX_MARKS))] for of in kinds)):
             share, title = self.share(mark.at), element("title", html.escape(mark.text))
             x = percent(share)
             if mark.kind != "resume":
@@ -191,12 +192,12 @@ class _Axes:
                 continue
             parts.append(element("line", title, class_="resume", x1=x, y1=4, x2=x, y2=self._bottom))
             long = LETTER * len(mark.label) / NARROWEST
-            begin, anchor = (share, "start") if share + long <= 1 else (share - long, "end")
+            begin, anchor = (share, "start") if share + long <= 1 else (max(0.0, share - long), "end")
             row = next((row for row, end in enumerate(ends) if begin >= end), None)
             if mark.label and row is not None:
                 ends[row] = begin + long
-                dx = 4 if anchor == "start" else -4
-                parts.append(text(mark.label, x, TOP - 18 + 12 * row, dx=dx, text_anchor=anchor))
+                where = {"dx": 4 if anchor == "start" else -4, "text_anchor": anchor}
+                parts.append(text(mark.label, x, TOP - 18 + 12 * row, **where))
         return "".join(parts)
 
     def curve(self, series: Series, colour: int, hover: str | None) -> str:

@@ -138,6 +138,6 @@ def lanes(
     labels, paths, texts = map("".join, zip(*drawn, strict=True))
     ticks = [(at / span, tick_text(at)) for at in nice_ticks(0, span, 9) if at <= span * (1 + 1e-9)]
     grid = (element("line", class_="grid", x1=percent(at), x2=percent(at), y1=0, y2=y) for at, _ in ticks)
-    plot = "".join(grid) + stretched(y, paths) + texts + x_axis(ticks, y, time_name)
+    plot = "".join(grid) + stretched(y, paths) + texts + x_axis(ticks, y, time_name, left=True)
     label_width = 14 + round(LETTER * max(len(strip.label) for strip in strips))
     return Picture(title, labels, plot, round(y + 36), tuple(keys), label_width, least, note)

@@ -130,14 +130,15 @@ def stretched(height: float, *paths: str) -> str:
     return element("svg", *paths, viewBox=box, preserveAspectRatio="none", width="100%", height=height)
 
 
-def x_axis(ticks: Iterable[tuple[float, str]], y: float, name: str) -> str:
-    """A horizontal axis, 34 pixels high. ticks: shares of the width and their texts."""
+def x_axis(ticks: Iterable[tuple[float, str]], y: float, name: str, *, left: bool = False) -> str:
+    """A horizontal axis, 34 pixels high. ticks: shares of the width and their texts. left: where its name is."""
     parts = [element("line", class_="axis", x1="0%", x2="100%", y1=y, y2=y)]
     for share, words in ticks:
         x, anchor = percent(share), "start" if share < 0.01 else "end" if share > 0.99 else "middle"
         parts.append(element("line", class_="axis", x1=x, x2=x, y1=y, y2=y + 4))
         parts.append(text(words, x, y + 16, text_anchor=anchor))
-    parts.append(text(name, "50%", y + 31, text_anchor="middle"))
+    where = ("0%", "start") if left else ("50%", "middle")
+    parts.append(text(name, where[0], y + 31, text_anchor=where[1]))
     return "".join(parts)
 
 

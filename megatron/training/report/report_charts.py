@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.core.drawing.charts import LARGEST, Mark, Points, Series, line_chart
-from megatron.core.drawing.page import Picture
+from megatron.core.drawing.page import COLOURS, Picture
 from megatron.core.safe_files import read_text
 from megatron.training.report.run_record import RunRecord, layout
 
@@ -70,28 +70,38 @@ def smoothed(values: Points, window: int) -> list[tuple[float, float]]:
 
 
 def _drawn(title: str, pattern: str, words: str, runs: Runs) -> Picture | None:
-    """One chart; planned curves lie pale behind those that were measured."""
-    series: list[Series] = []
+    """One chart; planned curves lie pale behind those that were measured. Of more kinds than there are colours, the
+    largest."""
     factor = 1e-6 if title.endswith(_MB) else 100 if title.endswith(_PERCENT) else 1
-    kinds: list[str] = []
+    largest: dict[str, float] = {}  # of each kind
+    found = [(tag, run) for _, run in runs for tag in sorted(run.curves) if re.fullmatch(pattern, tag)]
+    for tag, run in found:
+        if "varied" not in words or any(run.curves[tag].values):
+            largest[_kind(tag)] = max([largest.get(_kind(tag), -LARGEST), *run.finite(tag)])
+    kinds = sorted(largest, key=lambda kind: -largest[kind])
+    series: list[Series] = []
     for number, (name, run) in enumerate(runs):
-        for tag in sorted(tag for tag in run.curves if re.fullmatch(pattern, tag)):
-            planned, measured = (tag.startswith(start) for start in ("planned-", "measured-"))
-            kind = tag.removeprefix("planned-").removeprefix("measured-")
-            kinds += [] if kind in kinds else [kind]
+        for tag in (tag for tag, of in found if of is run and _kind(tag) in kinds[:COLOURS]):
             values = [(x, y * factor) for x, y in run.curves[tag]] if factor != 1 else run.curves[tag]
-            colour = number if name else kinds.index(kind)
+            planned, measured = (tag.startswith(start) for start in ("planned-", "measured-"))
+            colour = number if name else kinds.index(_kind(tag))
             series.append(Series(f"{name}: {tag}" if name else tag, values, measured, planned, colour))
     numbers = [y for one in series for _, y in one.values if abs(y) <= LARGEST]
     if not series or ("varied" in words and len(set(numbers)) < 2):
         return None
     positive = [value for value in numbers if value > 0] if "log" in words else []
     log_y = bool(positive) and max(positive) > 50 * min(positive)
-    return line_chart(title, series, marks=_marks(runs), log_y=log_y, from_zero="zero" in words)
+    note = f"Left out, as they are smaller: {', '.join(kinds[COLOURS:])}." if kinds[COLOURS:] else ""
+    marks, from_zero = _marks(runs), "zero" in words
+    return line_chart(title, series, marks=marks, log_y=log_y, from_zero=from_zero, note=note)
+
+
+def _kind(tag: str) -> str:
+    return tag.removeprefix("planned-").removeprefix("measured-")
 
 
 def _marks(runs: Runs) -> list[Mark]:
-    """Of one run: checkpoints, and resumes with the new layout where that has changed."""
+    """Of one run: checkpoints, and resumes with what is new of the layout."""
     marks: list[Mark] = []
     now = ""
     for event in runs[0][1].events if len(runs) == 1 else ():
@@ -102,7 +112,8 @@ def _marks(runs: Runs) -> list[Mark]:
             before, now = now, layout(event)
             if before not in ("", now):
                 told = f"resumed after iteration {at}: layout {before} -> {now}"
-                marks.append(Mark(at, "resume", told, f"resumed: {now}"))
+                new = [part for part in now.split(", ") if part not in before.split(", ")]
+                marks.append(Mark(at, "resume", told, f"resumed: {', '.join(new) or now}"))
             elif at > 0:
                 marks.append(Mark(at, "resume", f"resumed after iteration {at}", "resumed"))
     return marks

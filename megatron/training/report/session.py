@@ -33,13 +33,12 @@ class Session:
     folder: RunFolder
     started_at: float
 
-    def print_rank_0(self, *texts: str) -> None:
-        """Each text on a line of its own."""
-        for text in texts if self.ps.is_first_rank else ():
-            say(text)
+    def print_rank_0(self, *texts: str, brief: str | None = None) -> None:
+        """Each text on a line of its own. brief: what a terminal shows in the place of all of them."""
+        if texts and self.ps.is_first_rank:
+            say("\n".join(texts), brief)
 
     def print_rank_last(self, *texts: str, brief: str | None = None) -> None:
-        """brief: what a terminal shows in the place of all of them, nothing where it is empty."""
         if texts and self.ps.is_last_rank:
             say("\n".join(texts), brief)
 

@@ -74,10 +74,14 @@ class RunCheckpoints:
     def __init__(self, parts: RunParts) -> None:
         self._parts, self._session, self._engine = parts, parts.session, parts.engine
         session, self._flags = parts.session, parts.session.config.checkpoint
-        log, guard = session.print_rank_0, session.folder.check
+        log, guard = self._log, session.folder.check
         self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard, saved=self._saved)
         self._saved_data: Any = None  # `GPTDataset.description` of the checkpoint that was loaded
         self.last: str | None = None
+
+    def _log(self, text: str) -> None:
+        """On a terminal without the place in the grid, which is rank 0's in every line."""
+        self._session.print_rank_0(text, brief=text.partition(" [ t ")[0])
 
     # --- at the start
 

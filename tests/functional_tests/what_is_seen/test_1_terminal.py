@@ -60,6 +60,7 @@ def test_nothing_that_is_for_scripts_is_on_the_screen(two_ranks):
     text = "\n".join(seen(two_ranks[1]))
     assert not re.search(r"[0-9a-f]{64}|\{\"|\b1 ranks|TFLOP|MFU|elapsed time", text), text
     assert " > plan: 1f1b on 2 ranks; 4 F, 4 BW a step; no_shard, " in text
+    assert "  successfully saved checkpoint from iteration       6 to ck\n" in text
 
 
 def test_the_log_file_has_megatrons_lines_whole(two_ranks):

@@ -166,6 +166,14 @@ def test_the_pipelines_timeline_and_memory(page):
     assert "Bubble 0.00%: the longest that a rank takes" in plan.find("p").text
 
 
+def test_of_many_timers_the_longest_are_drawn_and_the_others_named(tmp_path):
+    timers = {f"phase-{number}-time": float(number) for number in range(8)}
+    records = [{"iteration": at, "lm loss": 2.0, **timers} for at in (1, 2)]
+    chart = charts_of(page_of(write(tmp_path / "run", records))[1])["Timers: seconds per iteration"]
+    assert keys_of(chart) == [f"phase-{number}-time" for number in range(2, 8)]
+    assert chart.find("p").text == "Left out, as they are smaller: phase-1-time, phase-0-time."
+
+
 def test_two_runs_compared(runs):
     text, root = page_of(*runs)
     charts = charts_of(root)

@@ -126,3 +126,11 @@ def test_size_is_bounded():
     picture = line_chart("t", [Series("a", values)])
     assert len(picture.figure()) < 100_000
     assert sum(len(re.findall("L", p.get("d"))) for p in parse(picture).iter("path")) <= MAX_POINTS + 10
+
+
+def test_many_checkpoints_hide_no_resume():
+    marks = [Mark(at, "checkpoint", f"checkpoint {at}") for at in range(1, 1000)]
+    marks.insert(500, Mark(500, "resume", "resumed", label="resumed: DP 2"))
+    root = parse(line_chart("t", [Series("a", [(1, 1.0), (1000, 2.0)])], marks=marks))
+    assert "resumed: DP 2" in [text.text for text in root.iter("text")]
+    assert sum(path.get("class") == "checkpoint" for path in root.iter("path")) <= 101

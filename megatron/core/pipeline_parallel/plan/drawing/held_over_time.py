@@ -53,9 +53,11 @@ def limits_in_bytes(simulation: Simulation) -> tuple[float, ...] | None:
 
 
 def counts_bytes(simulation: Simulation) -> bool:
-    """Whether activations are bytes as weights are: so they are in limits, and where units say what they keep."""
+    """Whether activations are bytes as weights are: so they are in limits, and in costs that are those of the units."""
     lanes = simulation.timeline.lanes
-    said = bool(lanes) and any(unit.activation for stage in lanes[0].lanes.stages for unit in stage.units)
+    units = (stage.units for stage in lanes[0].lanes.stages) if lanes else ()
+    kept = (sum(unit.activation for unit in several) for several in units)
+    said = any(0 < own == costs for own, costs in zip(kept, simulation.costs.activation, strict=False))
     return said or limits_in_bytes(simulation) is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -69,6 +70,14 @@ def measured_costs(plan: Plan, means: Mapping[Kind, Times], comm_s: float = 0.0)
     f, b, w, bw = (means.get(Kind(kind), nothing) for kind in (F, B, W, BW))
     activation = (1 / plan.placement.num_chunks,) * plan.placement.num_stages
     return cost_model(f, b, w, bw, (activation, activation), comm_s)
+
+
+def in_bytes(costs: CostModel, step: MeasuredStep) -> CostModel:
+    """The same times, with activations in bytes where the step's units have them."""
+    stages = () if step.lanes is None else step.lanes.stages
+    activation = tuple(sum(unit.activation for unit in stage.units) for stage in stages)
+    held = tuple(sum(unit.held_after_b for unit in stage.units) for stage in stages)
+    return dataclasses.replace(costs, activation=activation, held_after_b=held) if any(activation) else costs
 
 
 def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulation:
