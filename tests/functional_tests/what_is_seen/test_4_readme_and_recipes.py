@@ -87,6 +87,8 @@ def test_the_recipes_run_in_order_in_an_empty_folder(whole, tmp_path):
     assert abs(losses[86] - losses[85]) < 0.3, "and as a pipeline"
     counting = next(output for line, output in outputs.items() if "train_counting" in line)
     assert [float(loss) < 0.3 for loss in re.findall(r"40/.*?lm loss: (\S+)", counting)] == [True]
+    loop = next(output for line, output in outputs.items() if "train_loop" in line)
+    assert [float(loss) < 2.5 for loss in re.findall(r"step 20: lm loss (\S+)", loop)] == [True]
     assert any("loading checkpoint from runs/recipes/own at iteration 80" in one for one in outputs.values())
     assert any("   gathered  " in output for output in outputs.values()), "the table of --log-fsdp-ledger"
 
