@@ -37,8 +37,7 @@ from megatron.core.pipeline_parallel.plan.drawing import overlay
 from megatron.core.pipeline_parallel.plan.drawing.held_over_time import summary
 from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg, to_picture, to_svg
 from megatron.core.pipeline_parallel.plan.facts import bound_line
-from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan

@@ -32,8 +32,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import commit, manifest, storage
 from megatron.core.dist_checkpointing.agree import Outcome, step
 from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, write_file
+from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, CheckpointError, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, Manifest, canonical
 from megatron.core.dist_checkpointing.planning import PieceFacts, PlanCache, place_pieces, plan_save
 from megatron.core.dist_checkpointing.state import LocalPiece

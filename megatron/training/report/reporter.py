@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.safe_files import SHARED_MODE, open_for_append

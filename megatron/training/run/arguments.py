@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import check_loadable, choose, config_of
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.config import saved_config
 from megatron.training.config.check_config import build_report, render_json, render_text
 from megatron.training.config.command_line import (

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.drawing.held_over_time import (
 )
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Kind
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.text import size_text
 
 COLOURS = ("#4c8bd6", "#5fb58a", "#e0b04a", "#4fa3a0")  # F, B, W, BW
 MOST_BOXES = 6000  # that are drawn with a tooltip each
