@@ -1,8 +1,9 @@
-"""The search: constructed starts, each cooled once, then the best order again and again; a long problem through a
+"""The search: constructed starts, each cooled once, then the best order and a start in turn; a long problem through a
 short one."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ class Search:
         return any(one.cost <= self.bound + slack(self.bound) for one in self.found)
 
     def run(self, visits: int) -> None:
-        """Make the starts and cool them one by one, then the best order again and again, while visits are left.
+        """Make the starts and cool them one by one; then the best order and a start in turn, while visits are left.
 
         The first start is cooled however long it takes.
         """
@@ -92,13 +93,15 @@ class Search:
                 return
             if found is not None:
                 made.append(found)
-        rng, fruitless, firsts = random.Random(0), 0, iter(made)
+        rng, fruitless = random.Random(0), 0
+        again = ((None, one) for one in itertools.cycle(made))
+        firsts = itertools.chain(made, itertools.chain.from_iterable(again))
         while made and fruitless < _FRUITLESS and not self.is_done():
             best = self.ranking[0]
-            one = next(firsts, best)
+            one = next(firsts) or best
             gives = cooling(rng)
             visits -= 2 * self.problem.num_ops * len(gives)
-            if visits < 0 and one is not made[0]:
+            if visits < 0 and len(self.found) > len(made):
                 break
             found = self.add(one.start, self.compactor.improve(one.order, gives))
             fruitless = 0 if found is not None and found.cost < best.cost else fruitless + 1
