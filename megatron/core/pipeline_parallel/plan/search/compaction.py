@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from megatron.core.pipeline_parallel.plan.search.clock import Clock, Times
 from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, slack
@@ -18,20 +18,20 @@ INFINITY = float("inf")
 Starts = list[list[float]]  # by rank, of each place
 
 
-# [Experiment: coolings] Gaps of zbv to the bound, P = 8, M = 2P and 4P, 10 costs of seed 79: 6 rounds and 11, the same
-# gives for all and drawn ones, alike (0.46 to 0.49 points on average). Again and again from the best order, seed 78: 25
-# times 11 rounds, tops of 0.8, 1.2, 1.8: 0.91, 0.90, 0.93; 50 times 6 rounds: 0.92, 0.86, 0.90; never again: 1.10.
+# [Experiment: coolings] Gaps of zbv to the bound, P = 8, by other seeds than the table's. Seed 79, M = 2P and 4P: 6 and
+# 11 rounds, alike (0.46 points on average). Again and again from the best order, seed 78: 25 times 11 rounds, tops of
+# 0.8, 1.2, 1.8: 0.91, 0.90, 0.93; 50 times 6 rounds: 0.92, 0.86, 0.90; never again: 1.10. Shares drawn once a round, or
+# by rank, by kind, by code, seed 78, M = 2P, the four costs with a gap: 1.46, 1.63, 1.64, 1.60.
 _ROUNDS, _TOP = 6, 1.2
 
 
-def cooling(num_codes: int, rng: random.Random) -> list[list[float]]:
-    """By round and code: the share of an operation that may stick out of the gap that it fills, falling to none.
+def cooling(rng: random.Random) -> list[float]:
+    """By round: the share of an operation that may stick out of the gap that it fills, falling to none.
 
     What that delays may gain elsewhere: large shares shake an order up, small ones settle it, as temperatures do in
     annealing. They are drawn, so that every cooling finds other orders.
     """
-    tops = [_TOP * (1 - step / (_ROUNDS - 1)) for step in range(_ROUNDS)]
-    return [[top * rng.random() for _ in range(num_codes)] for top in tops]
+    return [_TOP * (1 - step / (_ROUNDS - 1)) * rng.random() for step in range(_ROUNDS)]
 
 
 class Compactor:
@@ -42,19 +42,19 @@ class Compactor:
         self.forwards, self.backwards = Clock(problem), Clock(problem, reverse=True)
         self.limits = [limit + slack(limit) for limit in problem.limits]
 
-    def improve(self, order: Order, rounds: Iterable[Sequence[float]]) -> Order:
-        """The best order met. rounds: of both directions, gives by code. Where these are 0 no round is worse."""
+    def improve(self, order: Order, gives: Iterable[float]) -> Order:
+        """The best order met. gives: by round of both directions. With a give of 0 no round is worse."""
         found = self.forwards.times(order)
         assert found is not None, "an order that stops"
         best, best_cost, times = order, found.cost, found
-        for gives in rounds:
+        for give in gives:
             dues = [mine[0] + times.cost for mine in times.starts]
             last = max(dues)
             rows, begins = self._mirrored(order, times.starts, last)
             available = [last - due for due in dues]
-            rows, back = fill(self.backwards, self.limits, rows, begins, available, gives)
+            rows, back = fill(self.backwards, self.limits, rows, begins, available, give)
             rows, begins = self._mirrored(rows, back.starts, back.makespan)
-            order, times = fill(self.forwards, self.limits, rows, begins, [0.0] * len(order), gives)
+            order, times = fill(self.forwards, self.limits, rows, begins, [0.0] * len(order), give)
             if times.cost < best_cost - slack(best_cost):
                 best, best_cost = order, times.cost
         return best
@@ -75,11 +75,11 @@ def fill(
     order: Order,
     starts: Starts,
     available: list[float],
-    gives: Sequence[float] = (),
+    give: float = 0.0,
 ) -> tuple[Order, Times]:
     """One walk over the order by time, moving operations into the gaps before it. starts: of the order's operations, in
-    a schedule that is possible; nothing comes later than there but what gives (by code; none: 0) delay."""
-    walk = _Compaction(clock, limits, order, starts, available, gives)
+    a schedule that is possible; nothing comes later than there but what a give delays."""
+    walk = _Compaction(clock, limits, order, starts, available, give)
     return walk.order(), walk.times()
 
 
@@ -93,7 +93,7 @@ class _Compaction:
         order: Order,
         starts: Starts,
         available: list[float],
-        gives: Sequence[float],
+        give: float,
     ) -> None:
         self.clock, self.limits, self.old, self.starts = clock, limits, order, starts
         self.rows: Order = [[] for _ in order]
@@ -112,8 +112,7 @@ class _Compaction:
                 self.places[code].append(place)
         self.codes = [sorted(set(row)) for row in order]
         # By code: how long a gap must be for the operation; and the shortest of each rank.
-        gives = gives or [0.0] * clock.num_codes
-        self.needed = [duration * (1.0 - give) for duration, give in zip(clock.durations, gives, strict=True)]
+        self.needed = [duration * (1.0 - give) for duration in clock.durations]
         self.shortest = [min(self.needed[code] for code in codes) for codes in self.codes]
         self.events: list[tuple[float, int]] = []
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, F
+from megatron.core.pipeline_parallel.plan.search.clock import Clock
 from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, slack
 
 INFINITY = float("inf")
@@ -89,15 +89,7 @@ class _ListRun:
     def __init__(self, problem: OrderProblem, patience: Patience) -> None:
         costs, num_stages, total = problem.costs, problem.num_stages, problem.num_microbatches
         self.patience, self.num_stages, self.total, self.left = patience, num_stages, total, problem.num_ops
-        self.stages, self.ranks, self.latencies = (
-            problem.stages(),
-            problem.placement.ranks(),
-            problem.latencies(),
-        )
-        self.durations = [*costs.f, *costs.b, *costs.w]
-        self.activation = costs.activation
-        grown = [held - size for size, held in zip(costs.activation, costs.held_after_b, strict=True)]
-        self.change = [*costs.activation, *grown, *(-held for held in costs.held_after_b)]
+        self.stages, self.clock = problem.stages(), Clock(problem)
         self.limits = [limit + slack(limit) for limit in problem.limits]
         # For F of a stage: what the rank's later stages take of one microbatch, kept free for the oldest one that has
         # not come there yet. Without it early forwards could take all memory and nothing could go on.
@@ -108,7 +100,7 @@ class _ListRun:
                 self.next_stage[stage] = mine[chunk + 1] if chunk + 1 < len(mine) else -1
         # By rank: where a B leaves more than its F did, what an F has to keep free.
         self.growth = [
-            Growth.of(mine, costs) if any(grown[stage] > 0 for stage in mine) else None
+            Growth.of(mine, costs) if any(self.clock.change[num_stages + one] > 0 for one in mine) else None
             for mine in self.stages
         ]
         self.done = [0] * (3 * num_stages)
@@ -147,19 +139,19 @@ class _ListRun:
         at_b, b, at_f, f, w = INFINITY, -1, INFINITY, -1, -1
         for stage in reversed(self.stages[rank]):
             code, count = num_stages + stage, done[num_stages + stage]
-            if count < len(arrivals[code]) and (growth is None or room >= self.change[code]):
+            if count < len(arrivals[code]) and (growth is None or room >= self.clock.change[code]):
                 start = max(arrivals[code][count], now)
                 if start < at_b:
                     at_b, b = start, code
             if w < 0 and done[code + num_stages] < count:
                 w = code + num_stages
             count = done[stage]
-            if count < self.total and count < len(arrivals[stage]) and room >= self.activation[stage]:
+            if count < self.total and count < len(arrivals[stage]) and room >= self.clock.change[stage]:
                 start = max(arrivals[stage][count], now)
                 if start < at_f and self._may_start(rank, stage):
                     at_f, f = start, stage
         if b >= 0:
-            unit = self.durations[b - num_stages]
+            unit = self.clock.durations[b - num_stages]
             run_f = f >= 0 and at_f <= now
             wait = self.patience.before_f if run_f else self.patience.before_w
             if at_b <= now + wait * unit:
@@ -174,7 +166,7 @@ class _ListRun:
         """Whether all else can still come to the end with one more F of this stage."""
         following, done = self.next_stage[stage], self.done
         if following >= 0:
-            needed = (done[stage] + 1 - done[following]) * self.activation[stage] + self.later[stage]
+            needed = (done[stage] + 1 - done[following]) * self.clock.change[stage] + self.later[stage]
             if needed > self.limits[rank]:
                 return False
         growth = self.growth[rank]
@@ -182,19 +174,12 @@ class _ListRun:
 
     def _run(self, rank: int, code: int, start: float) -> int:
         """Run an operation; the rank that waits for its result, -1: none."""
-        num_stages, end = self.num_stages, start + self.durations[code]
+        clock, end = self.clock, start + self.clock.durations[code]
         self.rows[rank].append(code)
         self.done[code] += 1
         self.left -= 1
         self.free[rank] = end
-        self.held[rank] += self.change[code]
-        kind, stage = divmod(code, num_stages)
-        if kind == F:
-            goal = stage + 1 if stage + 1 < num_stages else num_stages + stage
-            arrival = end + self.latencies[stage]
-        elif kind == B and stage:
-            goal, arrival = code - 1, end + self.latencies[stage - 1]
-        else:
-            return -1
-        self.arrivals[goal].append(arrival)
-        return self.ranks[goal % num_stages]
+        self.held[rank] += clock.change[code]
+        if clock.follower[code] >= 0:
+            self.arrivals[clock.follower[code]].append(end + clock.delay[code])
+        return clock.target[code]

@@ -27,7 +27,7 @@ def test_a_v_min_block_grows_into_its_memory(limit, bubble):
     """Every half stage of memory takes half a stage from the bubble, in units of F + B + W of a rank."""
     problem = v_problem(8, 24, limit)
     order = v_block(8, half=False).order(problem)
-    squeezed = Compactor(problem).improve(order, [[0.0] * 48] * 4)
+    squeezed = Compactor(problem).improve(order, (0.0,) * 4)
     assert fits(problem, squeezed)
     assert (Clock(problem).times(squeezed).cost - 72) / 3 == pytest.approx(bubble)
     verify(plan_of("squeezed", problem, squeezed), problem.costs)
@@ -71,10 +71,10 @@ def test_squeezed_orders_are_right_and_no_worse(p, m, times, comm, held, give):
         memory_after_b=held,
     )
     problem = OrderProblem(placement, m, costs, (2.0 * p,) * p)
-    rounds = cooling(3 * p, random.Random(0)) if give is None else [[give] * 3 * p] * 3
+    gives = cooling(random.Random(0)) if give is None else (give,) * 3
     for order in (zb_h(problem, 2), one_f_one_b(problem)):
         before = Clock(problem).times(order)
-        squeezed = Compactor(problem).improve(order, rounds)
+        squeezed = Compactor(problem).improve(order, gives)
         after = Clock(problem).times(squeezed)
         assert after.cost <= before.cost * (1 + 1e-9)
         assert fits(problem, squeezed)
