@@ -75,7 +75,8 @@ def train_valid_test_datasets_provider(num_samples: Sequence[int | None]) -> tup
     return build_gpt_datasets(get_config(), get_tokenizer(), num_samples)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train as the command line says."""
     from megatron.training.run.arguments import launch_config
 
     config = launch_config()  # exits with status 2 on a wrong launch line
@@ -90,3 +91,7 @@ if __name__ == "__main__":
         forward_step,
         config=config,
     )
+
+
+if __name__ == "__main__":
+    main()

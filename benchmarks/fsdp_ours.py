@@ -28,7 +28,7 @@ from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.plan_inputs import units_of_all_stages
-from megatron.core.distributed.unit_events import UnitEvents
+from megatron.core.distributed.unit_events import hook_units
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -93,7 +93,7 @@ class OurLoop:
         if residency.moves:
             units = units_of_all_stages(self.model, (0,))
             plan = add_residency(plan, units, residency, costs)
-            UnitEvents([tuple(enumerate(self.model.unit_modules()[0]))], boundaries)
+            hook_units([tuple(enumerate(self.model.unit_modules()[0]))], boundaries)
             self.sink.report_units(self.model.unit_of_key()[0], lambda unit: boundaries.unit_begins(0, unit))
         return Executor(
             plan,

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.models.gpt.loss import gpt_loss
-from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Plan, op_text
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.runtime.profiler import bytes_in_use

@@ -52,15 +52,14 @@ from benchmarks.sleeping_stages import (
     times,
 )
 from benchmarks.sleeping_units import DP, SlowEngine, sharded, wire_of_ranks
-from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
-from megatron.core.pipeline_parallel.plan.send_completion import Key
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P, Arrival, Message
+from megatron.core.pipeline_parallel.runtime.program import Key
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState

@@ -4,8 +4,9 @@
     python tools/generate.py --load runs/quickstart/checkpoints --prompt "def main(" --max-new-tokens 200
     python tools/generate.py --load DIR --prompt "Once" --temperature 0.8 --top-p 0.95 --seed 7
 
-Model and tokenizer are those that the checkpoint was trained with. One process; exit status 3 for a
-checkpoint that cannot be used, 2 for a wrong flag.
+Model and tokenizer are those that the checkpoint was trained with; flags of the tokenizer say where its files are now,
+or what the checkpoint does not say. One process. Exit status 3 for a checkpoint that cannot be used, 2 for a wrong
+flag.
 """
 
 from __future__ import annotations
@@ -13,23 +14,30 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-
+from megatron.command import program
 from megatron.core.available_memory import available_bytes
-from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.models.gpt.generate import Sampling, generate
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.training.config.config import Config
+from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitStatus
-from megatron.training.run.checkpointing import MODEL_PREFIX, CheckpointError, load_for_inference
+from tools.commands import as_called
+from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
+
+if TYPE_CHECKING:  # torch comes once the line is known to be right
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write text with a trained checkpoint.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=as_called(__doc__),
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--load", required=True, metavar="DIR", help="folder given to --save when training")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default the newest")
     parser.add_argument("--prompt", required=True, help="text to continue")
@@ -41,21 +49,34 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this share")
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
+    add_tokenizer_flags(parser, "in the place of what the checkpoint says")
+    args = parser.parse_args()
+    check_tokenizer_flags(parser, args)
+    return args
 
 
-def check_device(device: str) -> None:
-    """Raises ValueError for a device that is no device, holds no values or is not there."""
+def chosen_device(device: str | None) -> str:
+    """The device, None: the default. Raises ValueError for one that is none, holds no values or is not there."""
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if torch.empty(0, device=device).is_meta:
             raise ValueError(f"--device {device}: holds no values: give cpu or cuda")
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without it
         raise ValueError(f"--device {device}: cannot be used: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTModel, Config]:
     """The trained model and its whole configuration. Raises CheckpointError."""
+    import torch
+
+    from megatron.core.dist_checkpointing.state import LocalPiece
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training.run.checkpointing import MODEL_PREFIX, load_for_inference
+
     values, load = load_for_inference(directory, ckpt_step)
     config = Config.from_flat(values)
     vocabulary = config.model.padded_vocab_size
@@ -78,6 +99,8 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
 
 def check_size(args: argparse.Namespace, config: Config, vocab_size: int, prompt_tokens: int) -> None:
     """Raises ValueError for a tokenizer that is not the model's, and for more tokens than there is memory for."""
+    import torch
+
     model = config.model
     if vocab_size > (model.padded_vocab_size or 0):
         raise ValueError(
@@ -98,15 +121,19 @@ def check_size(args: argparse.Namespace, config: Config, vocab_size: int, prompt
 
 def run(args: argparse.Namespace) -> None:
     """Prints the prompt and what follows it."""
+    import torch
+
+    from megatron.core.models.gpt.generate import Sampling, generate
+
     sampling = Sampling(
         temperature=0.0 if args.greedy else args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
     )
-    check_device(args.device)
+    args.device = chosen_device(args.device)
     model, config = load_model(args.load, args.ckpt_step, args.device)
-    tokenizer = build_from_config(config.tokenizer)
+    tokenizer = build_from_config(tokenizer_config(args, config.tokenizer))
     prompt = tokenizer.tokenize(args.prompt)
     if not prompt:
         raise ValueError("--prompt holds no token: give some text to continue")
@@ -126,13 +153,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    guard_console()
     try:
         run(parse())
     except CheckpointError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        print(f"{program(__file__)}: {error}", file=sys.stderr)
         sys.exit(ExitStatus.CHECKPOINT)
     except ValueError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        print(f"{program(__file__)}: {error}", file=sys.stderr)
         sys.exit(ExitStatus.CONFIGURATION)
 
 

@@ -18,9 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+
+from megatron.command import program
 from megatron.core.dist_checkpointing.catalog import Found, choose
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
+from megatron.training.guard.console import guard_console
+from tools.checkpoint_summary import folded, summary, summary_lines
+from tools.commands import as_called
 
 
 def describe(found: Found) -> dict[str, Any]:
@@ -41,27 +47,37 @@ def describe(found: Found) -> dict[str, Any]:
             name: {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": len(entry.chunks)}
             for name, entry in sorted(manifest.tensors.items())
         },
+        "summary": summary(found),
         "total_bytes": sum(math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in manifest.tensors.values()),
     }
 
 
 def print_table(facts: dict[str, Any]) -> None:
-    """For people."""
-    layout = " ".join(f"{axis}={size}" for axis, size in facts["topology"].items())
-    print(f"{facts['directory']}: iteration {facts['iteration']}, {facts['consumed_train_samples']} samples")
-    print(f"  written by {facts['world_size']} ranks ({layout}), torch {facts['torch_version']}")
+    """For people: the summary, files, and tensors, those of layers that are alike in one line."""
+    print(
+        f"{facts['directory']}: iteration {facts['iteration']:,}, {facts['consumed_train_samples']:,} samples"
+    )
+    for line in summary_lines(facts):
+        print(f"  {line}")
+    print(f"\n  {len(facts['files'])} files")
     for name, file in facts["files"].items():
         print(f"  {name}  {file['bytes']:>14,} bytes  sha256 {file['sha256'][:16]}...")
-    width = max((len(name) for name in facts["tensors"]), default=0)
-    for name, tensor in facts["tensors"].items():
+    print(
+        f"\n  {len(facts['tensors'])} tensors, {facts['total_bytes']:,} bytes; layers that are alike in one line"
+    )
+    lines = folded(facts["tensors"])
+    width = max((len(name) for name in lines), default=0)
+    for name, tensor in lines.items():
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
-        print(f"  {name:<{width}}  {tensor['dtype']:>4}  {shape}  ({tensor['chunks']} chunks)")
-    print(f"  {len(facts['tensors'])} tensors, {facts['total_bytes']:,} bytes")
+        chunks = f"in {tensor['chunks']} pieces" if tensor["chunks"] > 1 else ""
+        print(f"  {name:<{width}}  {tensor['dtype']:>4}  {shape:<14}  {chunks}".rstrip())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program(__file__),
+        description=as_called(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("load", type=Path, help="folder of checkpoints, as --load")
     parser.add_argument("--ckpt-step", type=int, default=None, help="this iteration instead of the newest")
@@ -70,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args(argv)
+    guard_console()
     try:
         choice = choose(args.load, args.ckpt_step)
         if choice.found is None:

@@ -1,14 +1,19 @@
-"""Show what a run will train on: lengths of the splits and digests of their first samples; or check a corpus.
+"""Show what a run trains on: lengths of the splits, and text or digests of their first samples; or check a corpus.
 
+    python tools/inspect_data.py --load runs/quickstart/checkpoints
+    python tools/inspect_data.py --data-path data/web_text_document --seq-length 1024 --tokenizer-type ByteTokenizer
     python tools/inspect_data.py --data-path data/web_text_document --seq-length 1024 --samples 4
     python tools/inspect_data.py --data-path 0.7 data/a 0.3 data/b --seq-length 1024 --sizes 1000,100,10 --json
     python tools/inspect_data.py --data-path data/web_text_document --verify
     python tools/inspect_data.py --write-checksums data/web_text_document
 
+With --load, tokenizer, corpora, split, sizes, seed and sequence length are those of the run that has saved there,
+where no flag says otherwise. Without a tokenizer, from a run or from flags, there are digests in the place of text.
+
 Samples come from the code that training reads them with. Digests are SHA-256 over little-endian int64 (tokens, labels,
 position ids) and float32 (loss mask), so two machines or two versions can be compared. Nothing is written unless
---data-cache-path or --write-checksums is given. Exit status: 0 done, 2 wrong arguments, 4 what is named as data
-(corpora, blends, splits).
+--data-cache-path or --write-checksums is given. Exit status: 0 done, 2 wrong arguments, 3 no checkpoint in --load,
+4 what is named as data (corpora, blends, splits).
 """
 
 from __future__ import annotations
@@ -39,16 +44,31 @@ from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, bu
 from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.optional import MissingPackageError
+from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
+from megatron.training.guard.console import guard_console
+from tools.commands import as_called
 from tools.corpus_report import CorpusReport, verify_corpus
+from tools.run_data import config_of_run, defaults_of_run, texts, tokenizer_of, told
+from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags
 
-EXIT_DATA = 4
+EXIT_CONFIGURATION, EXIT_CHECKPOINT, EXIT_DATA = 2, 3, 4
 THREADS = min(8, len(os.sched_getaffinity(0)))
 DIGESTED = {"tokens": "<i8", "labels": "<i8", "loss_mask": "<f4", "position_ids": "<i8"}
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Show what will be trained on.", allow_abbrev=False, epilog="Guide: docs/data.md"
+        description=as_called(__doc__),
+        allow_abbrev=False,
+        epilog="Guide: docs/data.md",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = parser.add_argument_group("a run that has saved a checkpoint")
+    run.add_argument("--load", metavar="DIR", help="show the samples of this run, with its tokenizer")
+    run.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="its settings at this iteration; default the newest"
     )
     data = parser.add_argument_group("data")
     data.add_argument("--data-path", nargs="+", help="prefix, prefixes, or weight prefix pairs")
@@ -74,17 +94,43 @@ def make_parser() -> argparse.ArgumentParser:
     sample.add_argument("--seed", type=int, default=1234)
     sample.add_argument("--sizes", type=sizes, default=(None, None, None), help="samples asked of each split")
     sample.add_argument("--eod", type=int, help="id of the end-of-document token")
-    sample.add_argument("--pad", type=int, default=NO_PAD, help="id of padding, -1 for none")
-    sample.add_argument("--vocab-size", type=int, help="refuse ids from here on; needed by --mock-data")
+    sample.add_argument("--pad", type=int, help="id of padding, -1 for none")
+    sample.add_argument(
+        "--vocab-size",
+        type=int,
+        help="refuse ids from here on; needed by --mock-data; with a tokenizer, its --vocab-size",
+    )
     sample.add_argument("--reset-position-ids", action="store_true")
     sample.add_argument("--reset-attention-mask", action="store_true")
     sample.add_argument("--eod-mask-loss", action="store_true")
     sample.add_argument("--no-extra-token", action="store_true", help="samples share no token with the next")
     output = parser.add_argument_group("output")
-    output.add_argument("--samples", type=int, default=4, help="how many of each split to show")
+    output.add_argument("--samples", type=int, default=4, help="how many of each split to show; default 4")
+    output.add_argument(
+        "--text", type=int, default=400, metavar="N", help="characters of each sample to show; default 400"
+    )
     output.add_argument("--verify", action="store_true", help="read and check every corpus whole")
-    output.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    output.add_argument("--json", action="store_true", help="one JSON object on stdout, with whole texts")
+    add_tokenizer_flags(parser, "for text in the place of digests", skip=("--vocab-size",))
     return parser
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tokenizer | None]:
+    """The line over what --load says, and the tokenizer. Raises CheckpointError, and ValueError for a tokenizer that
+    cannot be built."""
+    parser, config = make_parser(), None
+    args = parser.parse_args(argv)
+    if args.ckpt_step is not None and args.load is None:
+        parser.error("--ckpt-step chooses a checkpoint of --load, which is not given")
+    if args.load is not None:
+        config = config_of_run(args.load, args.ckpt_step)
+        parser.set_defaults(**defaults_of_run(config, args))
+        args = parser.parse_args(argv)
+    check_tokenizer_flags(parser, args)
+    tokenizer = None if args.write_checksums else tokenizer_of(args, config)
+    args.pad = NO_PAD if args.pad is None else args.pad
+    check(parser, args)
+    return args, tokenizer
 
 
 def sizes(text: str) -> tuple[int | None, int | None, int | None]:
@@ -112,11 +158,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         "--write-checksums": args.write_checksums,
     }
     if sum(bool(given) for given in ways.values()) != 1:
-        parser.error(f"give exactly one of {', '.join(ways)}")
+        parser.error(f"give exactly one of {', '.join(ways)}, or --load DIR of a run")
     if args.write_checksums and (args.verify or args.seq_length is not None):
         parser.error("--write-checksums makes checksums, and nothing else: give it alone")
     if args.seq_length is None and not args.verify and not args.write_checksums:
-        parser.error("--seq-length is needed to cut samples (or give --verify alone)")
+        parser.error("--seq-length is needed to cut samples (or give --load of a run, or --verify alone)")
     if args.seq_length is not None and args.seq_length < 1:
         parser.error(f"--seq-length {args.seq_length}: must be at least 1")
     if (args.reset_position_ids or args.reset_attention_mask or args.eod_mask_loss) and args.eod is None:
@@ -125,8 +171,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--mock-data needs --eod ID and --vocab-size N")
     if args.split is not None and (ways["--train/valid/test-data-path"] or args.per_split_data_args_path):
         parser.error("--split divides the corpora of --data-path; with per-split paths leave it out")
-    if args.samples < 0:
-        parser.error(f"--samples {args.samples}: must not be negative")
+    for flag, value in (("--samples", args.samples), ("--text", args.text)):
+        if value < 0:
+            parser.error(f"{flag} {value}: must not be negative")
     _check_ranges(parser, args)
 
 
@@ -222,18 +269,23 @@ def empty_splits(args: argparse.Namespace, datasets: Datasets) -> list[str]:
     return empty
 
 
-def describe(dataset: Dataset, i: int) -> dict[str, Any]:
-    """Digests of sample i, and the sequences that it has tokens of."""
+def describe(
+    dataset: Dataset, i: int, tokenizer: Tokenizer | None = None, pad: int = NO_PAD
+) -> dict[str, Any]:
+    """Digests of sample i, the sequences that it has tokens of, and with a tokenizer its text."""
     sample = dataset[i]
     row: dict[str, Any] = {
         name: hashlib.sha256(np.ascontiguousarray(sample[name], dtype=dtype).tobytes()).hexdigest()
         for name, dtype in DIGESTED.items()
     }
     row["documents"] = dataset.documents(i)
+    if tokenizer is not None:
+        row["text"] = texts(tokenizer, sample["tokens"].tolist(), pad)
+        row["counted"] = int((sample["loss_mask"] > 0).sum())
     return row
 
 
-def inspect(args: argparse.Namespace) -> dict[str, Any]:
+def inspect(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     corpora = named_corpora(args)
     result: dict[str, Any] = {}
     if args.verify and not args.mock_data:
@@ -255,7 +307,8 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
             if not len(dataset):
                 print(f"note: split {name!r} is too short for one sample", file=sys.stderr)
             shown = range(min(args.samples, len(dataset)))
-            result["splits"][name] = {"len": len(dataset), "samples": [describe(dataset, i) for i in shown]}
+            rows = [describe(dataset, i, tokenizer, args.pad) for i in shown]
+            result["splits"][name] = {"len": len(dataset), "samples": rows}
         result["splits"] = dict(sorted(result["splits"].items(), key=lambda item: split_place(item[0])))
     return result
 
@@ -265,18 +318,31 @@ def _blends(corpora: dict[str, Any]) -> list[Blend]:
     return [blend for blend in blends if blend is not None]
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_table(result: dict[str, Any], args: argparse.Namespace) -> None:
     for report in result.get("corpora", []):
         print_corpus(report)
+    if args.load is not None and "splits" in result:
+        where = " ".join(args.data_path or ()) or "its data"
+        print(f"{where}, split {args.split}, sequences of {args.seq_length} tokens, seed {args.seed}")
     for name, split in result.get("splits", {}).items():
-        print(f"{name}: {split['len']} samples")
-        if split["samples"]:
+        print(f"{name}: {split['len']:,} samples")
+        with_text = any("text" in row for row in split["samples"])
+        if split["samples"] and not with_text:
             print(f"  {'':>6}  {'tokens':12}  {'labels':12}  {'loss mask':12}  {'positions':12}  documents")
         for i, row in enumerate(split["samples"]):
             digests = "  ".join(row[key][:12] for key in DIGESTED)
             more = " ..." if len(row["documents"]) > 8 else ""
             documents = " ".join(map(str, row["documents"][:8])) + more
-            print(f"  {i:>6}  {digests}  {documents}")
+            if with_text:
+                of = "document" if len(row["documents"]) == 1 else "documents"
+                tokens = f"{args.seq_length} tokens, {row['counted']} with a loss"
+                print(
+                    f"  sample {i}: {tokens}; of {of} {documents}",
+                    *told(row["text"], args.text),
+                    sep="\n",
+                )
+            else:
+                print(f"  {i:>6}  {digests}  {documents}")
 
 
 def print_corpus(report: CorpusReport) -> None:
@@ -292,20 +358,26 @@ def print_corpus(report: CorpusReport) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    check(parser, args)
+    guard_console()  # a corpus has letters that a terminal lacks, and `| head` closes the pipe
+    try:
+        args, tokenizer = parse(argv)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CHECKPOINT
+    except (TokenizerError, MissingPackageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
     try:
         if args.write_checksums:
             return write(args.write_checksums)
-        result = inspect(args)
+        result = inspect(args, tokenizer)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_DATA
     if args.json:
         print(json.dumps(result))
     else:
-        print_table(result)
+        print_table(result, args)
     return 0
 
 

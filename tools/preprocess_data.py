@@ -20,20 +20,18 @@ import functools
 import os
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from megatron.core.config_base import bounds_of
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.preprocessing.job import Job, Statistics, run_job
 from megatron.core.datasets.preprocessing.sources import FORMATS, find_sources
 from megatron.core.optional import MissingPackageError, available, require
-from megatron.core.tokenizers.build import TOKENIZER_TYPES, build_from_config
+from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import TokenizerError
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
 
 EXIT_CONFIGURATION, EXIT_DATA, EXIT_INTERRUPTED = 2, 4, 130
 
@@ -56,21 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     output.add_argument("--append-eod", action="store_true", help="end each document with its own token")
     output.add_argument("--workers", type=int, default=1, help="processes")
     output.add_argument("--log-interval", type=int, help="print a line every so many documents")
-    tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, required=True)
-    tokenizer.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
-    tokenizer.add_argument("--vocab-file", help="GPT-2 vocabulary (vocab.json)")
-    tokenizer.add_argument("--merge-file", help="GPT-2 merges (merges.txt)")
-    tokenizer.add_argument("--vocab-size", type=int, help="for NullTokenizer and TikTokenizer")
-    tokenizer.add_argument("--tiktoken-pattern", choices=("v1", "v2"))
-    tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, default=1000)
-    tokenizer.add_argument("--tiktoken-special-tokens", nargs="+")
+    add_tokenizer_flags(parser, required=True)
     return parser
-
-
-def _tokenizer_config(args: argparse.Namespace) -> TokenizerConfig:
-    """The arguments have the names of the fields."""
-    return TokenizerConfig(**{field.name: getattr(args, field.name) for field in fields(TokenizerConfig)})
 
 
 def make_job(args: argparse.Namespace) -> Job:
@@ -79,7 +64,7 @@ def make_job(args: argparse.Namespace) -> Job:
     return Job(
         sources=tuple(sources),
         output_prefix=args.output_prefix,
-        build_tokenizer=functools.partial(build_from_config, _tokenizer_config(args)),
+        build_tokenizer=functools.partial(build_from_config, tokenizer_config(args)),
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         workers=args.workers,
@@ -92,11 +77,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--split-sentences is for BERT-like models and is not supported: leave it out for GPT")
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: must be at least 1")
-    for field in fields(TokenizerConfig):
-        bounds, value = bounds_of(field), getattr(args, field.name)
-        if bounds is not None and value is not None and not bounds.hold(value):
-            told = f"must be from {bounds.least} to {bounds.most}"
-            parser.error(f"--{field.name.replace('_', '-')} {value}: {told}")
+    check_tokenizer_flags(parser, args)
     if len(set(args.json_keys)) != len(args.json_keys):
         parser.error(f"--json-keys: a key occurs twice in {' '.join(args.json_keys)}")
     if any("/" in key for key in args.json_keys):

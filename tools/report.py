@@ -1,53 +1,151 @@
-"""Write one self-contained HTML page about a run from its metrics.jsonl.
+"""Write one self-contained HTML page about a run from its metrics.jsonl, or about several side by side.
 
-python tools/report.py RUN_DIR_OR_METRICS_FILE [--out report.html] [--title TEXT] [--timeline DIR]
+python tools/report.py RUN [--out report.html] [--title TEXT] [--timeline DIR]
+python tools/report.py RUN_A RUN_B [--out comparison.html]
+python tools/report.py RUN --loss-svg loss.svg
+
+A RUN is the folder given as --save, runs/TIME-PID of a run without, or a metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
+import itertools
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.command import program
+from megatron.core.drawing.charts import Series, line_chart
+from megatron.core.drawing.page import COLOURS, Picture, element, fold, table
 from megatron.training.report.metrics_file import read_metrics
-from megatron.training.report.report import write_report
+from megatron.training.report.report import charts, publish, setting_text, totals, write_report, written
+from megatron.training.report.report_charts import loss_chart, smoothed, smoothing_window
+from megatron.training.report.run_record import RunRecord, layout, read_run
+from tools.commands import as_called
+from tools.report_pipeline import measured_step, planned_step
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 when there is nothing to report on, or what there is is damaged."""
-    parser = argparse.ArgumentParser(prog="report.py", description=__doc__, allow_abbrev=False)
-    run_help = "the folder given as --save, runs/TIME-PID of a run without, or a metrics.jsonl"
-    parser.add_argument("run", type=Path, help=run_help)
-    parser.add_argument("--out", type=Path, help="default: report.html beside the metrics")
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog=program(__file__), description=as_called(__doc__), formatter_class=shape, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="several: compared on one page")
+    parser.add_argument(
+        "--out", type=Path, help="default: report.html, or comparison.html, beside the first metrics"
+    )
     parser.add_argument("--title", default=None, help="heading; default: the run's folder")
     timeline_help = "of --log-pipeline-timeline: its last step beside the plan, and what that holds"
     parser.add_argument("--timeline", type=Path, help=timeline_help)
+    parser.add_argument(
+        "--loss-svg", type=Path, metavar="FILE", help="write the loss curve alone, for a document"
+    )
     args = parser.parse_args(argv)
-    metrics = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
-    if not metrics.exists():
-        print(
-            f"report.py: {metrics} does not exist: give the folder of --save or in runs/, or a metrics.jsonl",
-            file=sys.stderr,
-        )
-        return 2
-    title = args.title or f"Training report: {metrics.resolve().parent.name}"
-    target = args.out or metrics.with_name("report.html")
+    metrics = [run / "metrics.jsonl" if run.is_dir() else run for run in args.run]
+    target = (
+        args.loss_svg
+        or args.out
+        or metrics[0].with_name("report.html" if len(metrics) == 1 else "comparison.html")
+    )
     try:
-        if next(read_metrics(metrics), None) is None:
-            raise ValueError(f"{metrics} holds no record: nothing to report on")
-        if target.is_dir():
-            raise ValueError(f"--out {target}: is a directory: give a file")
-        out = write_report(metrics, target, title=title, timeline=args.timeline)
+        out = made(args, metrics, target)
     except OSError as error:
-        print(f"report.py: {error.filename or target}: {error.strerror or error}", file=sys.stderr)
+        print(f"{parser.prog}: {error.filename or target}: {error.strerror or error}", file=sys.stderr)
         return 2
     except ValueError as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     print(f"{out} ({out.stat().st_size / 1024:.0f} KiB)")
     return 0
+
+
+def made(args: argparse.Namespace, metrics: Sequence[Path], target: Path) -> Path:
+    """Write what is asked for. Raises ValueError, OSError."""
+    for path in metrics:
+        if not path.exists():
+            raise ValueError(
+                f"{path} does not exist: give the folder of --save or in runs/, or a metrics.jsonl"
+            )
+        if next(read_metrics(path), None) is None:
+            raise ValueError(f"{path} holds no record: nothing to report on")
+    if target.is_dir():
+        raise ValueError(
+            f"{'--loss-svg' if args.loss_svg else '--out'} {target}: is a directory: give a file"
+        )
+    if args.loss_svg and args.out:
+        raise ValueError("--loss-svg with --out: each writes one file: give one of them")
+    if len(metrics) > 1:
+        if args.timeline or args.loss_svg:
+            raise ValueError("--timeline and --loss-svg are of one run: give one")
+        if len(metrics) > COLOURS:
+            raise ValueError(f"{len(metrics)} runs: at most {COLOURS} can be told apart on one page")
+        names = names_of(metrics)
+        return comparison(names, target, args.title or f"Runs compared: {', '.join(names)}")
+    name = metrics[0].resolve().parent.name
+    if args.loss_svg:
+        return written(
+            target,
+            loss_chart([("", read_run(metrics[0]))], hover=False, title=args.title or f"Loss: {name}").svg(),
+        )
+    pipeline = measured_step(args.timeline) if args.timeline else planned_step(read_run(metrics[0]))
+    return write_report(metrics[0], target, title=args.title or f"Training report: {name}", pipeline=pipeline)
+
+
+def comparison(runs: Mapping[str, Path], out: Path, title: str) -> Path:
+    """Write one page about several runs, by name their metrics. Raises ValueError, OSError."""
+    read = {name: read_run(path) for name, path in runs.items()}
+    figures = [{name: (value, note) for name, value, note in totals(run)} for run in read.values()]
+    rows = [
+        (name, *(" · ".join(filter(None, one.get(name, ("", "")))) for one in figures))
+        for name in dict.fromkeys(itertools.chain(*figures))
+    ]
+    rows.append(("layout", *(layout(run.starts[-1]) if run.starts else "" for run in read.values())))
+    names = dict.fromkeys(itertools.chain(*(run.config for run in read.values())))
+    settings = [(name, *(setting_text(run.config.get(name)) for run in read.values())) for name in names]
+    differ = [row for row in settings if len({*row[1:]}) > 1]
+    head, over = ("", *read), [losses_over(what, read) for what in ("millions of tokens", "minutes of steps")]
+    parts = [
+        element("header", element("h1", html.escape(title))),
+        fold("Results", table(rows, head), is_open=True),
+        charts([*read.items()], more=over),
+        fold(f"Settings that differ ({len(differ)})", table(differ, head), is_open=True),
+    ]
+    return publish(out, title, parts)
+
+
+def losses_over(what: str, runs: Mapping[str, RunRecord]) -> Picture:
+    """Training losses of several runs over what they consumed or how long they took: batches and speeds may differ."""
+    series = []
+    for number, (name, run) in enumerate(runs.items()):
+        length = run.config.get("seq_length")
+        if what == "minutes of steps":
+            amounts = {at: seconds / 60 for at, seconds in run.seconds()}
+        else:
+            amounts = {at: count * length / 1e6 for at, count in run.samples} if type(length) is int else {}
+        for tag in run.losses:
+            curve = run.curves[tag]
+            points = smoothed(curve, smoothing_window(len(curve)) or 1)
+            series.append(
+                Series(f"{name}: {tag}", [(amounts[x], y) for x, y in points if x in amounts], colour=number)
+            )
+    return line_chart(f"Smoothed loss over {what}", series, x_name=what)
+
+
+def names_of(metrics: Sequence[Path]) -> dict[str, Path]:
+    """Runs by the shortest ends of their folders that tell them apart. Raises ValueError for a run given twice."""
+    folders = [path.resolve().parent.parts for path in metrics]
+    if len({path.resolve() for path in metrics}) < len(metrics):
+        raise ValueError("a run is given twice: name different ones")
+    for length in range(1, max(map(len, folders)) + 1):
+        names = ["/".join(parts[-length:]) for parts in folders]
+        if len(set(names)) == len(names):
+            return dict(zip(names, metrics, strict=True))
+    return {str(path): path for path in metrics}  # several files of one folder
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def check(args: argparse.Namespace) -> None:
         raise PlanError(f"{limit} takes --data-parallel-size N, 2 or more: ranks that share each stage")
     if len(names_of(args)) != 1 or args.stages is None or args.microbatches is None:
         raise PlanError(f"{limit} takes --stages, --microbatches and one --schedule, {AUTO} or by name")
-    if args.format not in ("text", "json"):
-        raise PlanError(f"{limit} with --format {args.format}: use text or json, or --html")
+    if args.format not in ("text", "json", "html"):
+        raise PlanError(f"{limit} with --format {args.format}: use text, json or html")
 
 
 def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from megatron.command import program
 from megatron.core.model_parallel_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
@@ -19,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
+from tools.commands import as_called
 
 ALL = "all"
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
@@ -51,8 +53,8 @@ def whole_number(text: str) -> int:
 def parser(description: str | None, formats: Sequence[str]) -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="show_schedule.py",
-        description=description,
+        prog=program("show_schedule.py"),
+        description=as_called(description or ""),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -100,7 +102,7 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
         help="what is held between B and W, as a share of an activation; may be above 1 (default 1)",
     )
     made.add_argument(
-        "--format", choices=formats, default="text", help="several schedules: text, json, table"
+        "--format", choices=formats, default="text", help="several schedules: text, json, table, html, svg"
     )
     made.add_argument("--html", type=Path, metavar="FILE", help="compare the schedules on one page")
     made.add_argument("--pictures", type=Path, metavar="DIR", help="a small NAME.svg a schedule, on one axis")

@@ -8,30 +8,20 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.drawing.page import element, fold, page
+from megatron.core.drawing.page import table as page_table
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activation_text, summary
-from megatron.core.pipeline_parallel.plan.drawing.svg import (
-    MOST_BOXES,
-    Strips,
-    beside_svg,
-    lanes_of,
-    lanes_svg,
-    to_picture,
-)
-from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activation_text
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
+from tools.schedule_picture import ACTIVATIONS, MOST_BOXES, HeldCurves, plan_picture
 
 _MOST_RANKS_IN_A_CELL = 8
 _MOST_NOTES = 20  # of more, the page shows none until asked
-_STYLE = """body { font-family: sans-serif; margin: 24px; max-width: 1260px; color: #222; background: #fff; }
-table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: 3px 8px; text-align: left; }
-td { font-variant-numeric: tabular-nums; } h2 { margin: 28px 0 6px; } details { margin: 8px 0; }
-.over { color: #b00; } pre { font-size: 12px; }"""
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ def to_html(
     entries: Sequence[Entry],
     limits: Sequence[float] | None = None,
     *,
-    unit: str = "whole-stage activations of a microbatch",
+    unit: str = ACTIVATIONS,
     units_in: str = "layers",
     notes: Sequence[str] = (),
 ) -> str:
@@ -142,45 +132,36 @@ def to_html(
     limits: by rank, in `unit`, what activations are counted in. units_in: what gathered weights are counted in, where
     the plan was not made for a limit in bytes. notes: lines above the figures, as of the choice.
     """
-    strips = {
-        entry.name: Strips(entry.simulation, limits, units_in if entry.simulation.timeline.lanes else unit)
+    held = {
+        entry.name: HeldCurves(
+            entry.simulation, limits, units_in if entry.simulation.timeline.lanes else unit
+        )
         for entry in entries
         if entry.simulation is not None
     }
-    for drawn in strips.values():  # all on one axis of memory, too
-        drawn.most = max(other.most for other in strips.values())
+    for drawn in held.values():  # all on one axis of memory, too
+        drawn.most = max(other.most for other in held.values())
     plans = [one.plan for entry in entries for one in (entry.simulation, entry.measured) if one is not None]
     boxes = sum(IS_COMPUTE[op[0]] for plan in plans for row in plan.rows for op in row)
-    body = [f"<h1>{html.escape(title)}</h1>"]
+    body = [element("header", element("h1", html.escape(title)))]
     if notes:
-        few = len(notes) <= _MOST_NOTES
-        body.append(f"<details{' open' * few}><summary>{len(notes)} lines on the choice</summary>")
-        body.append(f"<pre>{html.escape(chr(10).join(notes))}</pre></details>")
-    head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in table_rows(entries))
-    body.append(f"<table><tr>{head}</tr>\n" + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table>")
+        lines = element("pre", html.escape("\n".join(notes)))
+        body.append(fold(f"{len(notes)} lines on the choice", lines, is_open=len(notes) <= _MOST_NOTES))
+    body.append(fold("Figures", page_table(table_rows(entries), HEADINGS), is_open=True))
     for entry in entries:
-        body.append(f'<h2 id="{html.escape(entry.name)}">{html.escape(entry.name)}</h2>')
+        body.append(element("h2", html.escape(entry.name), id=entry.name))
         if entry.problem:
-            body.append(f'<p class="over">{html.escape(entry.problem)}</p>')
-        body += [f"<p>{html.escape(remark)}</p>" for remark in entry.remarks]
+            body.append(element("p", html.escape(entry.problem), class_="over"))
+        body += [element("p", html.escape(remark)) for remark in entry.remarks]
         if entry.simulation is not None:
-            body.append(f"<p>Memory over time is in {html.escape(strips[entry.name].unit)}.</p>")
-            body.append(_timeline(entry, longest(entries), strips[entry.name], small=boxes > MOST_BOXES))
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
-
-
-def _timeline(entry: Entry, span: float, strips: Strips, *, small: bool) -> str:
-    planned, measured = entry.simulation, entry.measured
-    assert planned is not None, entry.name
-    if small:
-        both = [one for one in (planned, measured) if one is not None]
-        return "\n".join(to_picture(one, span=span, width=1200, strips=strips) for one in both)
-    if measured is not None:
-        return beside_svg(planned, measured, span=span, strips=strips)
-    return lanes_svg([summary(planned)], lanes_of(planned), span=span, strips=strips)
+            both, span = (entry.simulation, entry.measured), longest(entries)
+            seconds = entry.measured is not None or any("seconds" in remark for remark in entry.remarks)
+            drawing = plan_picture(
+                *both,
+                span=span,
+                held=held[entry.name],
+                small=boxes > MOST_BOXES,
+                time_name="seconds" if seconds else "time",
+            )
+            body.append(drawing.figure(wide=True))
+    return page(title, body)

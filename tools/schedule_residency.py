@@ -14,15 +14,14 @@ from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
-from megatron.core.pipeline_parallel.plan.ir import PlanError, Row, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL, PlanError, Row, op_text
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.text import size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +53,9 @@ def check(args: argparse.Namespace) -> None:
     if None in given:
         raise PlanError("gathers and reductions take both --data-parallel-size and --num-layers")
     of_one = len(args.schedule or []) == 1 and args.schedule != ["all"]
-    if not of_one or args.measured or args.pictures or args.format not in ("text", "json"):
+    if not of_one or args.measured or args.pictures or args.format not in ("text", "json", "html"):
         raise PlanError(
-            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text, json or --html: "
+            "--data-parallel-size and --num-layers show the plan of one --schedule, by --format text, json or html: "
             "leave out --measured, --pictures and further schedules"
         )
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activations_over_time, bars
 from megatron.core.pipeline_parallel.plan.drawing.overlay import Spans
-from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Kind, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_TRANSFER, SEND_B, SEND_F, Kind, op_text
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 
 _US_PER_S = 1e6

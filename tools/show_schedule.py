@@ -32,13 +32,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.drawing import overlay
 from megatron.core.pipeline_parallel.plan.drawing.held_over_time import summary
-from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg, to_picture, to_svg
 from megatron.core.pipeline_parallel.plan.facts import bound_line
-from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash, row_texts
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
@@ -58,7 +57,15 @@ from tools.schedule_flags import (
     parser,
     request_of,
 )
-from tools.schedule_page import Entry, entry_of, longest, of_rank_totals, table, to_html
+from tools.schedule_page import (
+    Entry,
+    entry_of,
+    longest,
+    of_rank_totals,
+    table,
+    to_html,
+)
+from tools.schedule_picture import beside_svg, several_svg, to_picture, to_svg
 from tools.schedule_text import columns_per_unit, overlay_figures, overlay_text, to_text
 from tools.schedule_trace import overlay_trace, to_trace
 
@@ -83,7 +90,7 @@ def figures(
     }
 
 
-# Of one schedule; json and text are also of several.
+# Of one schedule; json, text and svg are also of several.
 FORMATS: Mapping[str, Callable[[Simulation], str]] = {
     "text": to_text,
     "json": lambda simulation: json.dumps(figures(simulation, 0.0)),
@@ -93,7 +100,7 @@ FORMATS: Mapping[str, Callable[[Simulation], str]] = {
     "picture": to_picture,
     "trace": to_trace,
 }
-COMPARED = ("text", "json", "table")
+COMPARED = ("text", "json", "table", "html", "svg")
 
 
 # Plans -------------------------------------------------------------------------------------------------
@@ -103,7 +110,9 @@ def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
     if args.playground is not None:
         alone = argparse.Namespace(words=args.words, model_words=[])  # as main sets them
-        if args != parser(None, [*FORMATS, "table"]).parse_args([f"--playground={args.playground}"], alone):
+        if args != parser(None, [*FORMATS, "table", "html"]).parse_args(
+            [f"--playground={args.playground}"], alone
+        ):
             raise PlanError(
                 "--playground writes a page that asks for everything itself: leave the other flags out"
             )
@@ -123,7 +132,7 @@ def run(args: argparse.Namespace) -> str:
     if not names:
         request_of(args, "1f1b")  # which says what is missing
     alone = args.data_parallel_size is not None  # of one schedule, with its gathers and reductions
-    compares = args.html is not None or args.pictures is not None or args.format == "table"
+    compares = args.html is not None or args.pictures is not None or args.format in ("table", "html")
     if not alone and (len(names) > 1 or compares):
         return run_compared(args, names)
     begin, reasons = time.perf_counter(), []
@@ -148,6 +157,8 @@ def run(args: argparse.Namespace) -> str:
     if args.html is not None and shown is not None:
         file = write_page(args, [drawn], reasons, limits_of(args, args.stages), unit=shown.unit)
         print(f"wrote {file}", file=sys.stderr)
+    if args.format == "html" and shown is not None:
+        return page_of([drawn], reasons, limits_of(args, args.stages), unit=shown.unit)
     if args.format == "json":
         more: dict[str, object] = {"reasons": reasons} if reasons else {}
         if bound is not None:
@@ -202,7 +213,7 @@ def compared(
     """Write the page and the pictures that are asked for, and say the figures."""
     if not any(entry.simulation is not None for entry in entries):
         raise PlanError("; ".join(f"{entry.name}: {entry.problem}" for entry in entries))
-    if args.format not in COMPARED:
+    if args.format not in COMPARED or (args.format == "svg" and args.measured is not None):
         raise PlanError(f"--format {args.format} is of one schedule: use {', '.join(COMPARED)}, or --html")
     written = []
     if args.html is not None:
@@ -221,6 +232,12 @@ def compared(
         ]
         return json.dumps(all_of_it, allow_nan=False) + "\n"
     print("".join(f"wrote {file}\n" for file in written), end="", file=sys.stderr)
+    if args.format == "html":
+        return page_of(entries, notes, limits)
+    if args.format == "svg":
+        missing = (f"{entry.name}: {entry.problem}\n" for entry in entries if entry.problem)
+        print("".join([*(f"{line}\n" for line in notes), *missing]), end="", file=sys.stderr)
+        return several_svg([entry.simulation for entry in entries if entry.simulation is not None])
     told = "".join(f"{line}\n" for line in notes)
     if args.format == "text" and not written:
         simulations = [entry.simulation for entry in entries if entry.simulation is not None]
@@ -237,9 +254,16 @@ def write_page(
     unit: str = "",
 ) -> Path:
     """The page of --html. unit: of gathered weights, where there are any."""
+    return write(args.html, page_of(entries, notes, limits, unit), "--html")
+
+
+def page_of(
+    entries: Sequence[Entry], notes: Sequence[str], limits: tuple[float, ...] | None, unit: str = ""
+) -> str:
+    """The page of --html and --format html."""
     plan = next(entry.simulation.plan for entry in entries if entry.simulation is not None)
     title = f"{plan.placement.num_ranks} pipeline ranks, {plan.num_microbatches} microbatches"
-    return write(args.html, to_html(title, entries, limits, units_in=unit, notes=notes), "--html")
+    return to_html(title, entries, limits, units_in=unit, notes=notes)
 
 
 def write(file: Path, text: str, flag: str) -> Path:
@@ -261,8 +285,8 @@ def run_measured(args: argparse.Namespace) -> str:
         step = overlay.chosen_step(args.measured, args.iteration)
     except PlanError as error:
         raise PlanError(f"--measured {error}") from None
-    names = names_of(args)
-    if args.html is None:
+    names, is_page = names_of(args), args.html is not None or args.format == "html"
+    if not is_page:
         expect_plan(args, names, step)
     means = overlay.mean_times(step.plan, step.spans)
     costs = overlay.measured_costs(step.plan, means, args.time_comm or 0.0)
@@ -277,7 +301,7 @@ def run_measured(args: argparse.Namespace) -> str:
     planned = drawable(simulate(step.plan, costs, step.lanes))
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     limits = limits_of(args, step.plan.placement.num_ranks)
-    if args.html is not None:
+    if is_page:
         return measured_page(args, names, planned, measured, limits)
     fitting(planned, limits)
     if args.format == "text":
@@ -327,7 +351,7 @@ def measured_page(
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 for what cannot be planned."""
-    line = parser(__doc__, [*FORMATS, "table"])
+    line = parser(__doc__, [*FORMATS, "table", "html"])
     args, args.model_words = line.parse_known_args(argv)
     args.words = sys.argv[1:] if argv is None else argv
     if args.model_words and args.rank_memory_limit is None:
@@ -335,7 +359,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(run(args), end="")
     except PlanError as error:
-        print(f"show_schedule.py: {error}", file=sys.stderr)
+        print(f"{line.prog}: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -44,3 +44,4 @@ echo "== report"
 "$PYTHON" tools/report.py "$RUN_DIR/checkpoints" --out "$RUN_DIR/report.html" --timeline "$RUN_DIR/timeline"
 echo "== a sample from the checkpoint"
 "$PYTHON" tools/generate.py --load "$RUN_DIR/checkpoints" --prompt "def main(" --max-new-tokens 160 --temperature 0.7 --seed 1
+echo "== done: open $RUN_DIR/report.html"

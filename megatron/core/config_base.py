@@ -8,12 +8,13 @@ destination name (`args.hidden_size`), its annotation gives the type of the valu
     tuple[int, ...], tuple[str, ...]   several values after the flag
     Literal["a", "b"]                  one of the choices
     float | Literal["a"] | None        a number or one of these words, read by `parse`
+    Annotated[int, Bounds(1, 100)]     a number within these; Ranks, Layers, Rate and others below have names
 
-Numbers have a least and a largest value (`Bounds`), which every source of values is held to: words, YAML, JSON,
-checkpoints, the launcher, and what is derived (`training/values.py`).
+Numbers have a least and a largest value, COUNT and FLOAT if no other, which every source of values is held to: words,
+YAML, JSON, checkpoints, the launcher, and what is derived (`training/values.py`).
 
-A boolean flag takes no value: its presence turns the default round (`flags=("--disable-bias-linear",)` on a
-field `add_bias_linear` that defaults to True stores False).
+A boolean flag takes no value: its presence turns the default round (`--no-data-sharding` of a field `data_sharding`
+that defaults to True stores False).
 
 Group files do not use `from __future__ import annotations`: the annotations must stay types, not strings.
 A field with `required` or `derived` is annotated with the type it has after `resolve`, and is None before.
@@ -26,7 +27,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,35 +45,41 @@ class Bounds:
 
 # [Note: bounds] The largest values are beyond every run that is meant, and within what the arithmetic behind them
 # takes: int64 in NumPy, torch and stores, float32 in kernels, lists as long as there are ranks or layers.
-COUNT = Bounds(1, 2**40)  # iterations, samples, intervals
-INDEX = Bounds(0, 2**40)  # the same from 0, where 0 says never or none
-RANKS = Bounds(1, 2**18)  # more than the largest machine has; groups of all ranks are lists
-LAYERS = Bounds(1, 2**16)  # a stage's layers are a list
+COUNT = Bounds(1, 2**40)
+RANKS = Bounds(1, 2**18)
+LAYERS = Bounds(1, 2**16)
 STAGES = Bounds(1, 2**14)
-BATCH = Bounds(1, 2**31)
-SIZE = Bounds(1, 2**20)  # of one dimension of a tensor
-LENGTH = Bounds(1, 2**24)  # of a sequence, of the MLP's inner dimension
-IDS = Bounds(1, 2**30)  # token ids are 32 bits wide, and the vocabulary is padded
-BYTES = Bounds(1, 2**60)
-THREADS = Bounds(1, 1024)  # far more than cores end the process where the system refuses a thread
+IDS = Bounds(1, 2**30)
+THREADS = Bounds(1, 1024)
 FLOAT = Bounds(0, (2 - 2**-23) * 2.0**127)  # kernels refuse what float32 cannot hold
-FINITE = Bounds(0, sys.float_info.max)  # of what is computed in Python: learning rates
-SHARE = Bounds(0, 1)
-RATE = Bounds(0, 1, below=True)
+
+Index = Annotated[int, Bounds(0, 2**40)]  # iterations, samples, intervals, where 0 says never or none
+Ranks = Annotated[int, RANKS]  # more than the largest machine has; groups of all ranks are lists
+Layers = Annotated[int, LAYERS]  # a stage's layers are a list
+Stages = Annotated[int, STAGES]
+Batch = Annotated[int, Bounds(1, 2**31)]
+Size = Annotated[int, Bounds(1, 2**20)]  # of one dimension of a tensor
+Length = Annotated[int, Bounds(1, 2**24)]  # of a sequence, of the MLP's inner dimension
+Ids = Annotated[int, IDS]  # token ids are 32 bits wide, and the vocabulary is padded
+Bytes = Annotated[int, Bounds(1, 2**60)]
+Threads = Annotated[int, THREADS]  # far more than cores end the process where the system refuses a thread
+Finite = Annotated[float, Bounds(0, sys.float_info.max)]  # of what is computed in Python: learning rates
+Share = Annotated[float, Bounds(0, 1)]
+Rate = Annotated[float, Bounds(0, 1, below=True)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArgInfo:
     """What `arg` records beside a field's default.
 
-    flags: every accepted spelling, the documented one first; empty = `--` + the field's name with dashes.
+    flags: every accepted spelling, the documented one first; empty = `--`, or `--no-` where the default is True, and
+           the field's name with dashes.
     unit:  shown in the help and the docs page ("tokens", "samples", "bytes", "s", "iterations").
     nargs: exact count or "+", for tuples; default "+".
     parse: turns one word into the value, where the annotation is not enough (list expressions, sizes).
     ours:  True for a flag that Megatron does not have.
     required: no default that could serve; a rule demands it.
     derived: how `resolve` fills the value when it is unset, in words (the default is then None).
-    bounds: of a number; by default COUNT for an int and FLOAT for a float.
     """
 
     help: str
@@ -83,7 +90,6 @@ class ArgInfo:
     ours: bool = False
     required: bool = False
     derived: str | None = None
-    bounds: Bounds | None = None
 
 
 def arg(default: Any, help: str, **details: Any) -> Any:
@@ -102,29 +108,33 @@ def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Every spelling of a field's flag, the documented one first."""
     info = arg_info(field)
     assert info is not None, f"field {field.name} is no flag"
-    return info.flags or ("--" + field.name.replace("_", "-"),)
+    return info.flags or (("--no-" if field.default is True else "--") + field.name.replace("_", "-"),)
 
 
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
     """Of a field that holds numbers; None for the others."""
-    info, kind = arg_info(field), value_type(field.type).kind
-    assert info is not None, f"field {field.name} is no flag"
-    return {int: info.bounds or COUNT, float: info.bounds or FLOAT}.get(kind)
+    kind = value_type(field.type)
+    return kind.bounds or {int: COUNT, float: FLOAT}.get(kind.kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueType:
-    """What one field holds: `kind` of one word, whether several follow, whether it may be unset."""
+    """What one field holds: `kind` of one word, whether several follow, whether it may be unset. bounds: of numbers,
+    where they are not those of every int, or float."""
 
     kind: type
     choices: tuple[str, ...] = ()
     many: bool = False
     optional: bool = False
+    bounds: Bounds | None = None
 
 
 def value_type(annotation: Any) -> ValueType:
     """Read an annotation of the forms listed at the top of this module."""
     origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        number, bounds = typing.get_args(annotation)
+        return ValueType(kind=number, bounds=bounds)
     if origin in (types.UnionType, typing.Union):
         args = typing.get_args(annotation)
         inner = [a for a in args if a is not type(None)]

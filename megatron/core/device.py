@@ -100,7 +100,7 @@ class Device:
         return available_bytes()
 
     def rng_states(self) -> dict[str, Tensor]:
-        """The states of torch's default generators, as byte tensors: what a checkpoint keeps."""
+        """The states of torch's default generators, as byte tensors [n]: what a checkpoint keeps."""
         own = {"cuda": torch.cuda.get_rng_state(self.index)} if self.kind == "cuda" else {}
         return {"cpu": torch.get_rng_state(), **own}
 

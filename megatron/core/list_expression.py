@@ -86,8 +86,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
         raise error from None
     if not 1 <= len(numbers) <= 3 or not 0 < sum(numbers) < math.inf:
         raise error
-    train, valid, test = ([n / sum(numbers) for n in numbers] + [0.0, 0.0])[:3]
-    return train, valid, test
+    a, b, c = (*numbers, 0.0, 0.0)[:3]
+    total = a + b + c  # in this order: the last bit moves borders between splits
+    return a / total, b / total, c / total
 
 
 def strip_quotes(text: str) -> str:

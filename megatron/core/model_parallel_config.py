@@ -1,9 +1,9 @@
 """How the model and the batch are spread over ranks (floor 0)."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.core.config_base import BYTES, INDEX, LAYERS, RANKS, STAGES, Bounds, arg
+from megatron.core.config_base import Bounds, Bytes, Index, Layers, Ranks, Stages, arg
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 
 V_BY_MEMORY = {"zb": "zbv", "half": "v-half", "min": "v-min"}  # --zero-bubble-v-schedule-mem-setup
@@ -37,32 +37,32 @@ def count_or_auto(word: str) -> int | None:
 class ModelParallelConfig:
     """Degrees of every kind of parallelism, the order of ranks, and the process groups' backend."""
 
-    tensor_model_parallel_size: int = arg(1, "tensor parallel degree (TP)", unit="ranks", bounds=RANKS)
-    pipeline_model_parallel_size: int = arg(1, "pipeline stages (PP)", unit="ranks", bounds=STAGES)
-    context_parallel_size: int = arg(1, "context parallel degree (CP)", unit="ranks", bounds=RANKS)
-    expert_model_parallel_size: int = arg(1, "expert parallel degree (EP)", unit="ranks", bounds=RANKS)
-    expert_tensor_parallel_size: int = arg(
-        None, "tensor parallel degree inside experts (ETP)", unit="ranks", derived="TP", bounds=RANKS
+    tensor_model_parallel_size: Ranks = arg(1, "tensor parallel degree (TP)", unit="ranks")
+    pipeline_model_parallel_size: Stages = arg(1, "pipeline stages (PP)", unit="ranks")
+    context_parallel_size: Ranks = arg(1, "context parallel degree (CP)", unit="ranks")
+    expert_model_parallel_size: Ranks = arg(1, "expert parallel degree (EP)", unit="ranks")
+    expert_tensor_parallel_size: Ranks = arg(
+        None, "tensor parallel degree inside experts (ETP)", unit="ranks", derived="TP"
     )
     sequence_parallel: bool = arg(
         False, "split activations of norms and dropout along the sequence over TP; no effect at TP = 1"
     )
     use_tp_pp_dp_mapping: bool = arg(False, "order of ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp")
-    num_layers_per_virtual_pipeline_stage: int | None = arg(
-        None, "layers of one model chunk; turns on interleaving", unit="layers", bounds=LAYERS
+    num_layers_per_virtual_pipeline_stage: Layers | None = arg(
+        None, "layers of one model chunk; turns on interleaving", unit="layers"
     )
-    num_virtual_stages_per_pipeline_rank: int | None = arg(
-        None, "model chunks a rank; turns on interleaving", unit="chunks", bounds=STAGES
+    num_virtual_stages_per_pipeline_rank: Stages | None = arg(
+        None, "model chunks a rank; turns on interleaving", unit="chunks"
     )
     pipeline_model_parallel_layout: str | None = arg(
         None,
         "what each stage holds, as in Et*2|(tt|)*5t|tL: E embedding, t layer, L loss; stages may be empty",
     )
-    decoder_first_pipeline_num_layers: int | None = arg(
-        None, "layers of the first pipeline rank, all its chunks together", unit="layers", bounds=LAYERS
+    decoder_first_pipeline_num_layers: Layers | None = arg(
+        None, "layers of the first pipeline rank, all its chunks together", unit="layers"
     )
-    decoder_last_pipeline_num_layers: int | None = arg(
-        None, "layers of the last pipeline rank, all its chunks together", unit="layers", bounds=LAYERS
+    decoder_last_pipeline_num_layers: Layers | None = arg(
+        None, "layers of the last pipeline rank, all its chunks together", unit="layers"
     )
     account_for_embedding_in_pipeline_split: bool = arg(
         False, "the embedding counts as a layer: the first stage holds one layer less"
@@ -92,38 +92,30 @@ class ModelParallelConfig:
     pipeline_schedule_file: str | None = arg(
         None, "run a saved plan (JSON) instead of a schedule by name", ours=True
     )
-    pipeline_memory_limit: int | None = arg(
-        None,
-        "what a rank may hold of activations, as in 512M or 4G",
-        unit="bytes",
-        parse=bytes_of,
-        ours=True,
-        bounds=BYTES,
+    pipeline_memory_limit: Bytes | None = arg(
+        None, "what a rank may hold of activations, as in 512M or 4G", unit="bytes", parse=bytes_of, ours=True
     )
-    rank_memory_limit: int | Literal["auto"] | None = arg(
+    rank_memory_limit: Bytes | Literal["auto"] | None = arg(
         None,
         "what a rank may hold in all, as in 75G: schedule, chunks, groups, sharding and what stays gathered are chosen "
         "together by it, but for what other flags name; auto: the machine's memory over its ranks",
         unit="bytes",
         parse=bytes_or_auto,
         ours=True,
-        bounds=BYTES,
     )
-    achieved_tflops: float | None = arg(
+    achieved_tflops: Annotated[float, Bounds(1e-6, 1e6)] | None = arg(
         None,
         "what a rank computes, for plans before anything is measured",
         unit="TFLOP/s",
         derived="with --rank-memory-limit: 450 on GPUs, 0.05 on CPU",
         ours=True,
-        bounds=Bounds(1e-6, 1e6),
     )
-    dp_bandwidth_gb_per_s: float | None = arg(
+    dp_bandwidth_gb_per_s: Annotated[float, Bounds(1e-6, 1e6)] | None = arg(
         None,
         "what a rank moves to its data parallel peers, for plans before anything is measured",
         unit="GB/s",
         derived="with --rank-memory-limit: 45 on GPUs, 1 on CPU",
         ours=True,
-        bounds=Bounds(1e-6, 1e6),
     )
     enable_zero_bubble: bool = arg(
         False, "split backwards into B and W and fill bubbles with W: schedule zb-1p, or as the limit says"
@@ -136,12 +128,11 @@ class ModelParallelConfig:
         parse=count_or_auto,
         derived="auto: a share of the device's memory on CUDA, p on CPU",
     )
-    zero_bubble_adaptive_memory_limit_percentile: int = arg(
+    zero_bubble_adaptive_memory_limit_percentile: Annotated[int, Bounds(1, 100)] = arg(
         85,
         "with --zero-bubble-max-pending-backward auto on CUDA: so much of the device's memory may be in use, weights "
         "and optimizer state included",
         unit="%",
-        bounds=Bounds(1, 100),
     )
     zero_bubble_v_schedule: bool = arg(
         False,
@@ -162,12 +153,11 @@ class ModelParallelConfig:
         unit="iterations",
     )
     enable_1f1b_v: bool = arg(False, "1F1B on the V: about two thirds of 1F1B's activations")
-    interleave_group_size: int = arg(
+    interleave_group_size: Index = arg(
         0,
         "interleave in groups of so many microbatches, half as many as ranks to as many, with B and W apart: schedule "
         "gis; 0: do not",
         unit="microbatches",
-        bounds=INDEX,
     )
     enable_optimizer_post_validation: bool = arg(
         False,
@@ -180,12 +170,11 @@ class ModelParallelConfig:
         "without copies",
         ours=True,
     )
-    post_validation_after: int = arg(
+    post_validation_after: Index = arg(
         10,
         "clean iterations in a row before ranks step on what they know; until then they wait for all; 0: never wait",
         unit="iterations",
         ours=True,
-        bounds=INDEX,
     )
     distributed_backend: Literal["nccl", "gloo"] = arg(
         None, "backend of the process groups", derived="nccl with a GPU, else gloo"

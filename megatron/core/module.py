@@ -76,7 +76,7 @@ class MegatronModule(nn.Module):
         return None
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """What the next forward starts from where the model does not embed: hidden states of the stage before."""
+        """What the next forward starts from where the model does not embed: [s, b, h] of the stage before."""
         raise ModelError(
             f"--pipeline-model-parallel-size: {type(self).__name__} has no set_input_tensor(tensor) of its own, which "
             "hands a stage what the one before has computed: give it one, or use 1 stage"

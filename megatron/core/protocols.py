@@ -70,11 +70,11 @@ class Stage(Protocol):
         """Whether B and W can run apart from each other."""
 
     def forward(self, microbatch: int, hidden: Tensor | None) -> Tensor | None:
-        """F. hidden: from the stage before, None where this one begins the model. The output to hand on, None where
-        the loss was computed. Keeps what the backward needs, not the output itself."""
+        """F. hidden: [s, b, h] of the stage before, None where this one begins the model. The output to hand on, [s, b,
+        h], None where the loss was computed. Keeps what the backward needs, not the output itself."""
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """BW: gradient of the output (None after the loss) -> of the input (None at the model's beginning)."""
+        """BW: gradient of the output, [s, b, h] or None after the loss, -> of the input (None where it begins)."""
 
     def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """B: as `backward`, weight gradients filed for later."""

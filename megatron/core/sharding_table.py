@@ -1,5 +1,5 @@
 """The sharding table: what each data parallel rank holds of weights, gradients and optimizer state between steps (floor
-0, pure). A new strategy is a row.
+0, pure). A new strategy is a row. Source: ZeRO (arXiv 1910.02054, section 5).
 
 Ranks are inner x outer: the inner ranks share one copy of everything that is sharded, the outer ones (distributed
 optimizer instances) repeat it. With one instance all data parallel ranks are inner.

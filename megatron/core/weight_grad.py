@@ -56,7 +56,7 @@ def accumulate_wgrad(
 
 
 def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scale: float = 1.0) -> None:
-    """total += scale * addend; overwrite: total = scale * addend. The product is taken in total's dtype.
+    """total [...] += scale * addend [...]; overwrite: total = scale * addend. The product is taken in total's dtype.
 
     An addend of another dtype is added some rows at a time: the addition first widens it into a temporary.
     """

@@ -76,6 +76,14 @@ def test_what_a_pipeline_says(run):
     whole, parts = (list(map(int, count.values())) for count in counts.values())
     assert len(parts) == 2
     assert sum(parts) == whole[0] + 128 * 32  # both ends hold the tied embedding
+    for what in (
+        one,
+        two,
+        looped,
+        run(2, f"{SHORT} {NO_DROPOUT} {TP2}"),
+    ):  # the record has every parameter once
+        start = json.loads((what.folder / "ck" / "metrics.jsonl").read_text().splitlines()[0])
+        assert start["parameters"] == whole[0]
     assert " > stages: 2 of 2 layers; embedding on stage 0, loss on stage 1\n" in two.output
     assert (
         " > stages: 4 of 1 layer, 2 on each of 2 pipeline ranks; embedding on stage 0, loss on stage 3\n"

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import (
     BW,
+    IS_COMPUTE,
     REDUCE,
     RESHARD,
     UNSHARD,
@@ -33,7 +34,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
     W,
     compute,
 )
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 
 Vector = tuple[float, ...]  # a constant, then what is added to each arrival

@@ -2,8 +2,14 @@
 
 import dataclasses
 
-from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.ir import (
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    IS_TRANSFER,
+    REDUCE,
+    UNSHARD,
+    op_text,
+)
 
 KINDS = (
     "dropped",

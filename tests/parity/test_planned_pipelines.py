@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.unit_events import UnitEvents
+from megatron.core.distributed.unit_events import hook_units
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
@@ -72,7 +72,7 @@ def gradients(ctx, run):
     ddp = DistributedDataParallelConfig(use_custom_fsdp=True, data_parallel_sharding_strategy=run.strategy)
     engine = DistributedDataParallel(models, ps, ddp, stages=mine)
     boundaries = UnitBoundaries()
-    UnitEvents([enumerate(units) for units in engine.unit_modules()], boundaries)
+    hook_units([enumerate(units) for units in engine.unit_modules()], boundaries)
     for chunk, (model, unit_of) in enumerate(zip(models, engine.unit_of_key(), strict=True)):
         model.context.grads.report_units(
             unit_of, lambda unit, chunk=chunk: boundaries.unit_begins(chunk, unit)

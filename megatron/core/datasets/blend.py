@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core import safe_files
+from megatron.core import list_expression, safe_files
 from megatron.core.datasets.errors import DataError, data_errors
+from megatron.core.list_expression import ListExpressionError
 
 MAX_FILE_BYTES = 1 << 26  # of files that name corpora
 SPLIT_NAMES = ("train", "valid", "test")
@@ -99,22 +99,11 @@ def _read(path: str, flag: str) -> str:
 
 
 def parse_split(split: str) -> SplitMatrix:
-    """`--split` as shares: numbers found by pattern, padded to three with zeros, normalised by their sum.
-
-    Raises DataError for a text without three or fewer non-negative numbers, one of them positive.
-    """
-    words = re.findall(r"[0-9.]+", split)
-    if re.search(r"[A-Za-z]|-\s*[0-9.]", split):
-        raise DataError(f"--split {split!r}: only non-negative decimal numbers, e.g. --split {DEFAULT_SPLIT}")
-    weights = [weight for word in words if (weight := _number(word)) is not None]
-    if len(weights) < len(words):
-        raise DataError(f"--split {split!r}: {words} are not all numbers, e.g. --split {DEFAULT_SPLIT}")
-    if not 1 <= len(weights) <= 3:
-        raise DataError(f"--split {split!r}: one to three numbers are needed, found {len(weights)}")
-    weights += [0.0] * (3 - len(weights))
-    if not (total := weights[0] + weights[1] + weights[2]) > 0:
-        raise DataError(f"--split {split!r}: at least one weight must be above zero")
-    shares = [weight / total for weight in weights]
+    """`--split` as shares of a corpus. Raises DataError for what `list_expression.parse_split` refuses."""
+    try:
+        shares = list_expression.parse_split(split)
+    except ListExpressionError as error:
+        raise DataError(f"--split {error}") from None
     # float64 running sums, as they are: rounding them elsewhere would move the borders between splits.
     bounds = itertools.pairwise(itertools.accumulate(shares, initial=0.0))
     train, valid, test = (pair if share > 0 else None for share, pair in zip(shares, bounds, strict=True))

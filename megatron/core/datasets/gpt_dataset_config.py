@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from megatron.core.config_base import SHARE, THREADS, Bounds, arg
+from megatron.core.config_base import Bounds, Share, Threads, arg
 
 # [Note: size of an index] A sample has a row of two numbers and a place in a shuffled order, 12 bytes; making them
 # takes a quarter of a microsecond. So this many samples are 48 GiB and 18 minutes; 15 trillion tokens in sequences of
@@ -40,29 +40,21 @@ class DataConfig:
     mock_data: bool = arg(False, "counting sequences instead of a corpus")
     full_validation: bool = arg(False, "each evaluation runs over the whole validation set")
     multiple_validation_sets: bool = arg(False, "evaluate each validation corpus on its own")
-    mmap_bin_files: bool = arg(True, "read .bin with file reads", flags=("--no-mmap-bin-files",))
-    num_dataset_builder_threads: int = arg(1, "threads that build datasets on each rank", bounds=THREADS)
-    mid_level_dataset_surplus: float = arg(
-        0.005, "extra share of samples asked of each member of a blend", bounds=SHARE
-    )
+    mmap_bin_files: bool = arg(True, "read .bin with file reads")
+    num_dataset_builder_threads: Threads = arg(1, "threads that build datasets on each rank")
+    mid_level_dataset_surplus: Share = arg(0.005, "extra share of samples asked of each member of a blend")
     reset_position_ids: bool = arg(False, "positions start again after an end-of-document token")
     reset_attention_mask: bool = arg(False, "attention stops at an end-of-document token")
     eod_mask_loss: bool = arg(False, "no loss on end-of-document tokens")
-    create_attention_mask_in_dataloader: bool = arg(
-        True, "no s x s masks from the loader", flags=("--no-create-attention-mask-in-dataloader",)
-    )
+    create_attention_mask_in_dataloader: bool = arg(True, "no s x s masks from the loader")
     dataloader_type: Literal["single", "cyclic", "external"] | None = arg(
         None,
         "order of samples: as indexed, reshuffled each epoch, or the user's own loader",
         derived="single",
     )
-    data_sharding: bool = arg(
-        True,
-        "cyclic: each rank draws from all samples, not from its own bucket",
-        flags=("--no-data-sharding",),
-    )
-    num_workers: int = arg(
-        2, "loader threads on each rank; 0 = load in the training thread", bounds=Bounds(0, 1024)
+    data_sharding: bool = arg(True, "cyclic: each rank draws from all samples, not from its own bucket")
+    num_workers: Annotated[int, Bounds(0, 1024)] = arg(
+        2, "loader threads on each rank; 0 = load in the training thread"
     )
 
 

@@ -25,8 +25,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import named_errors, open_regular
+from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
 from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.safe_files import read_bytes

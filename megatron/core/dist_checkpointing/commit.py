@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.safe_files import publish_text, remove_leftovers, sync_directory
 

@@ -12,8 +12,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.core import safe_files
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.safe_files import FILE_MODE, UnsafeFileError
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, found, trusted or applied; the message names the file (status 3)."""
+
 
 DIRECTORY_MODE = 0o750
 BLOCK_BYTES = 8 << 20  # one write or read: large enough to stream, small enough to hash while in the cache

@@ -13,8 +13,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import safetensors_format as safetensors
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import open_regular, read_exactly, sha256_of
+from megatron.core.dist_checkpointing.files import CheckpointError, open_regular, read_exactly, sha256_of
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
 from megatron.core.dist_checkpointing.state import LocalPiece

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.core import schema
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import open_regular, read_exactly
+from megatron.core.dist_checkpointing.files import CheckpointError, open_regular, read_exactly
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
 from megatron.core.rectangles import Rectangle, fill_error
 from megatron.core.schema import Place, array, integer, mapping, one_of, text

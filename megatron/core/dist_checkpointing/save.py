@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
-import importlib.metadata
 import json
 import secrets
 import shutil
@@ -29,11 +27,11 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from megatron import __version__
 from megatron.core.dist_checkpointing import commit, manifest, storage
 from megatron.core.dist_checkpointing.agree import Outcome, step
 from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, write_file
+from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, CheckpointError, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, Manifest, canonical
 from megatron.core.dist_checkpointing.planning import PieceFacts, PlanCache, place_pieces, plan_save
 from megatron.core.dist_checkpointing.state import LocalPiece
@@ -245,7 +243,7 @@ class PendingSave:
             world_size=ps.world_size,
             topology={axis: ps.grid.size(axis) for axis in AXES},
             config_hash=manifest.config_digest(common),
-            code_version=code_version(),
+            code_version=__version__,
             torch_version=torch.__version__,
             files=files,
             tensors=tensors,
@@ -327,12 +325,3 @@ def _all_true(value: bool, ps: ParallelState) -> bool:
     flag = torch.tensor([int(value)], dtype=torch.int32)
     collectives.all_reduce(flag, ps.control_group, "min")
     return bool(flag.item())
-
-
-@functools.cache
-def code_version() -> str:
-    """The installed package's version; "source" when it runs from a source tree that is not installed."""
-    try:
-        return importlib.metadata.version("megatron-zero")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"

@@ -1,4 +1,5 @@
-"""Param all-gather: whole weights out of what ranks hold at rest, gathered, waited for and freed unit by unit.
+"""Param all-gather: whole weights out of what ranks hold at rest, gathered, waited for and freed unit by unit (FSDP:
+arXiv 2304.11277).
 
 When each happens is for others to say: a plan, or hooks. All ranks of a group call alike, in the same order.
 

@@ -1,9 +1,9 @@
 """What of weights, gradients and optimizer state is sharded, and how it travels between ranks (floor 0)."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.core.config_base import BYTES, RANKS, Bounds, arg
+from megatron.core.config_base import Bounds, Bytes, Ranks, arg
 from megatron.core.sharding_table import STRATEGIES
 
 
@@ -24,22 +24,20 @@ class DistributedDataParallelConfig:
     use_distributed_optimizer: bool = arg(
         False, "shard the optimizer state over data parallel ranks (ZeRO-1)"
     )
-    num_distributed_optimizer_instances: int = arg(
+    num_distributed_optimizer_instances: Ranks = arg(
         1,
         "divide the data parallel ranks into so many instances, each with the whole sharded state",
         unit="instances",
-        bounds=RANKS,
     )
     fsdp_unit_modules: tuple[str, ...] | None = arg(
         None,
         "classes of modules that are gathered and reduced as one unit each, for models that do not name their units",
     )
-    suggested_communication_unit_size: int | None = arg(
+    suggested_communication_unit_size: Annotated[int, Bounds(0, 2**60)] | None = arg(
         None,
         "gather ahead as long as no more than this is gathered at any time, the unit in use included",
         unit="elements",
         derived="2 x the mean unit",
-        bounds=Bounds(0, 2**60),
     )
     fsdp_double_buffer: bool = arg(
         False,
@@ -53,12 +51,11 @@ class DistributedDataParallelConfig:
         "stage), for a whole step, or what moves the fewest bytes within --fsdp-memory-budget",
         ours=True,
     )
-    fsdp_memory_budget: int | None = arg(
+    fsdp_memory_budget: Annotated[int, Bounds(0, 2**60)] | None = arg(
         None,
         "what the units of a rank may keep gathered or unreduced beyond what the policy memory does",
         unit="bytes",
         ours=True,
-        bounds=Bounds(0, 2**60),
     )
     log_fsdp_ledger: bool = arg(False, "log what the engine holds, by category and unit", ours=True)
     fsdp_debug: bool = arg(False, "find views of gathered weights that outlive them (slow)", ours=True)
@@ -66,12 +63,8 @@ class DistributedDataParallelConfig:
         False, "reduce buckets of gradients during the last backward, instead of after it"
     )
     overlap_param_gather: bool = arg(False, "gather sharded weights during the forward")
-    ddp_bucket_size: int | None = arg(
-        None,
-        "size of one bucket of gradients",
-        unit="elements",
-        derived="max(40 million, 1 million x DP)",
-        bounds=BYTES,
+    ddp_bucket_size: Bytes | None = arg(
+        None, "size of one bucket of gradients", unit="elements", derived="max(40 million, 1 million x DP)"
     )
     ddp_num_buckets: int | None = arg(None, "number of buckets, instead of their size")
     ddp_average_in_collective: bool = arg(

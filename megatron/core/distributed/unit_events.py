@@ -8,42 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.protocols import UnitListener
 from megatron.core.weight_grad import WeightGradAccumulator
 
 
-class UnitEvents:
-    """Tells `listener` of the units that forwards and backwards come to, until it is removed.
+def hook_units(
+    chunks: Sequence[Iterable[tuple[int, Sequence[nn.Module]]]], listener: UnitListener
+) -> list[RemovableHandle]:
+    """Tell `listener` of the units that forwards and backwards come to, until what is returned is removed (graphs that
+    there are keep their hooks).
 
     chunks: of each, its units' numbers and modules. Modules whose forward is never called tell nothing.
     """
-
-    def __init__(
-        self, chunks: Sequence[Iterable[tuple[int, Sequence[nn.Module]]]], listener: UnitListener
-    ) -> None:
-        self.handles = [
-            handle
-            for chunk, units in enumerate(chunks)
-            for unit, modules in units
-            for module in modules
-            for handle in _watch(module, functools.partial(listener.unit_begins, chunk, unit))
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off the modules. Graphs that there are keep theirs."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+    return [
+        handle
+        for chunk, units in enumerate(chunks)
+        for unit, modules in units
+        for module in modules
+        for handle in _watch(module, functools.partial(listener.unit_begins, chunk, unit))
+    ]
 
 
-def _watch(module: nn.Module, tell: Any) -> tuple[Any, Any]:
+def _watch(module: nn.Module, tell: Callable[[], None]) -> tuple[RemovableHandle, RemovableHandle]:
     def begins(*_: Any) -> None:
         tell()
 
@@ -59,7 +53,7 @@ def watch_units(
     model: DistributedDataParallel, sinks: Sequence[WeightGradAccumulator | None], listener: UnitListener
 ) -> None:
     """Tell of units that begin: in forwards and backwards by hooks, in W's by the chunks' sinks."""
-    UnitEvents([tuple(enumerate(units)) for units in model.unit_modules()], listener)
+    hook_units([tuple(enumerate(units)) for units in model.unit_modules()], listener)
     for chunk, (sink, unit_of) in enumerate(zip(sinks, model.unit_of_key(), strict=True)):
         if sink is not None:
             sink.report_units(unit_of, functools.partial(listener.unit_begins, chunk))

@@ -1,4 +1,5 @@
-"""Sizes of gradients: norm, zeros; and what follows from them: by how much a step is clipped, and whether it is taken.
+"""Sizes of gradients: norm, zeros; and what follows from them: by how much a step is clipped, and whether it is taken
+(arXiv 1211.5063).
 
 [Note: one norm] The norm is built from one fp64 squared sum a region of a parameter (`ParamMeta.parts`: the whole
 parameter where it is not cut), added in the model's order (`global_norm_index`). It depends on no bucket, group of

@@ -1,4 +1,4 @@
-"""torch's fused AdamW or SGD over this rank's parts of flat main weights.
+"""torch's fused AdamW (arXiv 1711.05101) or SGD over this rank's parts of flat main weights, 1-D.
 
 Its parameters are long slices of what this rank holds of the flat main weights, not the model's own tensors: the update
 is elementwise, so cutting the buffer elsewhere changes no value.

@@ -1,4 +1,4 @@
-"""Loss scaling: fp16 gradients are too small for their exponent, so the loss is multiplied first."""
+"""Loss scaling (arXiv 1710.03740): fp16 gradients are too small for their exponent, so the loss is multiplied first."""
 
 from __future__ import annotations
 

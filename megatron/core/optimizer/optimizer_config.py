@@ -1,9 +1,9 @@
 """Precision, optimizer, learning rate and weight decay (floor 0)."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.core.config_base import COUNT, FINITE, INDEX, RATE, arg
+from megatron.core.config_base import COUNT, Finite, Index, Rate, arg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,37 +11,35 @@ class OptimizerConfig:
     """One optimizer with its schedules and the precision that it works in."""
 
     optimizer: Literal["adam", "sgd"] = arg("adam", "adam (with decoupled weight decay) or sgd")
-    adam_beta1: float = arg(0.9, "decay of the first moment", bounds=RATE)
-    adam_beta2: float = arg(0.999, "decay of the second moment", bounds=RATE)
+    adam_beta1: Rate = arg(0.9, "decay of the first moment")
+    adam_beta2: Rate = arg(0.999, "decay of the second moment")
     adam_eps: float = arg(1e-8, "added to the root of the second moment")
-    sgd_momentum: float = arg(0.9, "momentum of sgd", bounds=RATE)
+    sgd_momentum: Rate = arg(0.9, "momentum of sgd")
     clip_grad: float = arg(1.0, "limit of the global L2 norm of the gradient; 0 = no clipping")
     # Learning rate
-    lr: float = arg(None, "peak learning rate", required=True, bounds=FINITE)
-    min_lr: float = arg(0.0, "floor of the schedule", bounds=FINITE)
-    decoupled_lr: float | None = arg(
-        None, "peak learning rate of word embeddings and output layer", bounds=FINITE
-    )
-    decoupled_min_lr: float | None = arg(None, "floor of --decoupled-lr's schedule", bounds=FINITE)
+    lr: Finite = arg(None, "peak learning rate", required=True)
+    min_lr: Finite = arg(0.0, "floor of the schedule")
+    decoupled_lr: Finite | None = arg(None, "peak learning rate of word embeddings and output layer")
+    decoupled_min_lr: Finite | None = arg(None, "floor of --decoupled-lr's schedule")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
         "linear", "shape of the schedule after the warm-up"
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
         "exponential", "tail of the WSD schedule"
     )
-    lr_decay_iters: int | None = arg(
-        None, "length of the schedule", unit="iterations", derived="--train-iters", bounds=INDEX
+    lr_decay_iters: Index | None = arg(
+        None, "length of the schedule", unit="iterations", derived="--train-iters"
     )
-    lr_decay_samples: int | None = arg(
-        None, "length of the schedule", unit="samples", derived="--train-samples", bounds=INDEX
+    lr_decay_samples: Index | None = arg(
+        None, "length of the schedule", unit="samples", derived="--train-samples"
     )
-    lr_wsd_decay_iters: int | None = arg(None, "length of the WSD tail", unit="iterations", bounds=INDEX)
-    lr_wsd_decay_samples: int | None = arg(None, "length of the WSD tail", unit="samples", bounds=INDEX)
-    lr_warmup_fraction: float | None = arg(
-        None, "warm-up as a share of the schedule's length, not rounded to samples", bounds=RATE
+    lr_wsd_decay_iters: Index | None = arg(None, "length of the WSD tail", unit="iterations")
+    lr_wsd_decay_samples: Index | None = arg(None, "length of the WSD tail", unit="samples")
+    lr_warmup_fraction: Rate | None = arg(
+        None, "warm-up as a share of the schedule's length, not rounded to samples"
     )
-    lr_warmup_iters: int = arg(0, "linear warm-up", unit="iterations", bounds=INDEX)
-    lr_warmup_samples: int = arg(0, "linear warm-up", unit="samples", bounds=INDEX)
+    lr_warmup_iters: Index = arg(0, "linear warm-up", unit="iterations")
+    lr_warmup_samples: Index = arg(0, "linear warm-up", unit="samples")
     lr_warmup_init: float = arg(0.0, "learning rate at the start of the warm-up")
     override_opt_param_scheduler: bool = arg(
         False,
@@ -68,8 +66,8 @@ class OptimizerConfig:
     loss_scale: float | None = arg(None, "constant loss scale for --fp16; unset = dynamic")
     initial_loss_scale: float = arg(2.0**32, "dynamic loss scale at the start")
     min_loss_scale: float = arg(1.0, "floor of the dynamic loss scale")
-    loss_scale_window: float = arg(
-        1000.0, "clean steps before the scale is doubled", unit="iterations", bounds=COUNT
+    loss_scale_window: Annotated[float, COUNT] = arg(
+        1000.0, "clean steps before the scale is doubled", unit="iterations"
     )
     hysteresis: int = arg(2, "non-finite steps before the scale is halved", unit="iterations")
     use_precision_aware_optimizer: bool = arg(False, "optimizer states in the dtypes below")

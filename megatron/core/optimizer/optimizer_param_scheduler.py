@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples seen.
+"""Learning rate and weight decay as functions of the samples seen (WSD: arXiv 2404.06395).
 
 The clock counts samples of successful steps, so schedules do not notice batch ramp-up or a changed batch
 size. The first update uses the rates at 0 samples; after it, `step(batch)` sets the rates of the next.
@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optimizer.flat_update import ParamGroup
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths

@@ -1,4 +1,5 @@
-"""Linear and embedding layers on the sink, under Megatron's names, each holding its rank's part of the parameters.
+"""Linear and embedding layers on the sink, under Megatron's names, each holding its rank's part of the parameters
+(arXiv 1909.08053, section 3).
 
 [Note: B and W] The backward of a linear layer is two independent products. dx = dy W is what the layer
 before waits for; dW = dy^T x is what nobody waits for. The linear layers below return the first and hand (x,
@@ -34,7 +35,7 @@ class Activation(Protocol):
     def forward(self, x: Tensor) -> Tensor: ...
 
     def backward(self, x: Tensor, dy: Tensor) -> Tensor:
-        """Gradient at x of dy at the output; may overwrite dy."""
+        """Gradient at x of dy at the output, of the shape of x; may overwrite dy."""
         ...
 
 
@@ -217,7 +218,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def local_ids(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """(ids as rows of this rank's `rows`, those of other ranks wrapped; bool: it does not hold this id).
+    """(ids [...] as rows of this rank's `rows`, those of other ranks wrapped; bool [...]: it does not hold this id).
 
     An id that no rank holds stays outside, for the lookup to refuse.
     """
@@ -228,7 +229,7 @@ def local_ids(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tenso
 
 
 class VocabParallelEmbedding(SinkModule):
-    """A table of rows looked up by id, weight [rows, h], its rows sharded: words.
+    """A table of rows looked up by id, weight [rows, h], its rows sharded: words. Communicates over tp.
 
     two_uses: the matrix is also this model's output layer; the lookup's gradient then arrives under its own key.
     shared: another pipeline stage has its own copy of the matrix, for its own use.

@@ -1,7 +1,7 @@
 """The tensor parallel ranks as the layers of one model see them, and what is moved between those ranks.
 
-A tensor is *whole* (the same on every tensor parallel rank), *sharded* (`[s/tp, b, h]`: sequence parallel keeps the
-residual stream so) or *partial* (`{+tp}`: the sum over the ranks is what is meant).
+A tensor is *whole* (the same on every tensor parallel rank), *sharded* (`[s/tp, b, h]`: sequence parallel, arXiv
+2205.05198, keeps the residual stream so) or *partial* (`{+tp}`: the sum over the ranks is what is meant).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def start_sum(partial: Tensor, tp: TensorParallel) -> tuple[Tensor, Pending | No
 
 
 def sum_ranks(partial: Tensor, tp: TensorParallel) -> Tensor:
-    """`start_sum`, waited for."""
+    """`start_sum`, waited for: [s, ...] -> [s, ...] or [s/tp, ...]. Communicates over tp."""
     total, pending = start_sum(partial, tp)
     if pending is not None:
         pending.wait()

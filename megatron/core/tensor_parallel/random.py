@@ -72,7 +72,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, probability: float, site: DropoutSite, training: bool) -> Tensor:
-    """x with elements zeroed with `probability` and the rest scaled by 1 / (1 - probability)."""
+    """x [...] with elements zeroed with `probability`, the rest scaled by 1 / (1 - probability) (arXiv 1207.0580)."""
     if not training or probability == 0.0:
         return x
     return _Dropout.apply(x, probability, site.seed())
@@ -98,7 +98,7 @@ def seeded_default_generator(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def fill(tensor: Tensor, meta: ParamMeta, seed: int) -> None:
-    """Fills `tensor`, this rank's part of a parameter (`ParamMeta.regions`), with initial values."""
+    """Fills `tensor` [local_shape], this rank's part of a parameter (`ParamMeta.regions`), with initial values."""
     assert tuple(tensor.shape) == meta.local_shape, f"{meta.name}: {(*tensor.shape,)} != {meta.local_shape}"
     for part in meta.parts:
         row_start, col_start = (*part.offset, 0, 0)[:2]

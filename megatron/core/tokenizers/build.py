@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer, NullTokenizer
 from megatron.core.tokenizers.huggingface_tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece_tokenizer import (
     GPTSentencePieceTokenizer,
@@ -13,7 +12,7 @@ from megatron.core.tokenizers.sentencepiece_tokenizer import (
     SentencePieceTokenizer,
 )
 from megatron.core.tokenizers.tiktoken_tokenizer import TikTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
+from megatron.core.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 _BY_TYPE: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {

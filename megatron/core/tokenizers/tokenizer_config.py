@@ -1,9 +1,9 @@
 """Which tokenizer, and its files (floor 0)."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.core.config_base import IDS, Bounds, arg
+from megatron.core.config_base import Bounds, Ids, arg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +31,16 @@ class TokenizerConfig:
     tokenizer_model: str | None = arg(None, "file or folder of the tokenizer")
     vocab_file: str | None = arg(None, "GPT-2 BPE vocabulary (vocab.json)")
     merge_file: str | None = arg(None, "GPT-2 BPE merges (merges.txt)")
-    vocab_size: int | None = arg(
+    vocab_size: Ids | None = arg(
         None,
         "vocabulary of NullTokenizer (which adds one id, end of document), or to check others against",
         unit="ids",
-        bounds=IDS,
     )
     tiktoken_pattern: Literal["v1", "v2"] | None = arg(
         None, "how TikTokenizer cuts text: v1, v2", derived="v1"
     )
-    tiktoken_num_special_tokens: int = arg(
-        1000, "ids kept for special tokens by TikTokenizer", unit="ids", bounds=Bounds(0, 2**20)
+    tiktoken_num_special_tokens: Annotated[int, Bounds(0, 2**20)] = arg(
+        1000, "ids kept for special tokens by TikTokenizer", unit="ids"
     )
     tiktoken_special_tokens: tuple[str, ...] | None = arg(
         None, "special tokens of TikTokenizer, first ids first"

@@ -1,6 +1,7 @@
 """Activations of the MLP as pairs of functions: forward, and backward from the input alone.
 
-Gated ones take [..., 2 f], the gate half then the up half, and return [..., f].
+Gated ones (arXiv 2002.05202) take [..., 2 f], the gate half then the up half, and return [..., f]; others keep the
+shape. Squared ReLU: arXiv 2109.08668.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _GELU_TANH = functools.partial(_GELU[0], approximate="tanh"), functools.partial(
 
 
 class MlpActivation(NamedTuple):
-    """forward(x); backward(x, dy) -> dx."""
+    """forward(x); backward(x, dy) -> dx, of the shape of x."""
 
     forward: Elementwise
     backward: Callable[[Tensor, Tensor], Tensor]

@@ -1,6 +1,7 @@
 """Self-attention: QKV projection, norm and rotation of heads, softmax(Q K^T / sqrt(d)) V, output projection.
 
-Attention proper is torch's fused kernels, or the same written out as the exact reference.
+Attention proper (arXiv 1706.03762, 3.2; groups of query heads: arXiv 2305.13245) is torch's fused kernels, or the same
+written out as the exact reference.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tup
 
 
 class SelfAttention(nn.Module):
-    """[s, b, h] -> [s, b, h].
+    """[s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]).
 
     Rows of `linear_qkv` are grouped by KV group: the group's query heads, its key head, its value head. Each tensor
     parallel rank attends with its own query heads (`qkv_bands`). Communicates over tp.

@@ -1,4 +1,4 @@
-"""The MLP of a layer."""
+"""The MLP of a layer (arXiv 1706.03762, 3.3)."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Norm(SinkModule):
             self.bias = self.new_parameter("bias", (size,), InitKind.ZEROS, regions)
 
     def factor(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The factor that a stored weight stands for."""
+        """The factor [size] that a stored weight stands for."""
         weight = weight.to(dtype)
         return weight + 1.0 if self.less_one else weight
 

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.core.config_base import FLOAT, IDS, LAYERS, LENGTH, RATE, SIZE, Bounds, arg
+from megatron.core.config_base import FLOAT, Bounds, Ids, Layers, Length, Rate, Size, arg
 
 GATED = ("swiglu", "quick_geglu", "geglu", "geglu_tanh")
 # Flags of which one at most says what the MLP computes; none: GELU.
@@ -30,26 +30,21 @@ class TransformerConfig:
     """One decoder-only transformer. `resolved()` fills the sizes that follow from others."""
 
     # Shape
-    num_layers: int = arg(None, "decoder layers", required=True, bounds=LAYERS)
-    hidden_size: int = arg(None, "width h of the model", required=True, bounds=SIZE)
-    num_attention_heads: int = arg(None, "query heads", required=True, bounds=SIZE)
-    seq_length: int = arg(None, "training sequence length", unit="tokens", required=True, bounds=LENGTH)
-    max_position_embeddings: int = arg(
+    num_layers: Layers = arg(None, "decoder layers", required=True)
+    hidden_size: Size = arg(None, "width h of the model", required=True)
+    num_attention_heads: Size = arg(None, "query heads", required=True)
+    seq_length: Length = arg(None, "training sequence length", unit="tokens", required=True)
+    max_position_embeddings: Length = arg(
         None,
         "rows of the learned position table, upper bound of the sequence length",
         unit="tokens",
         derived="--seq-length",
-        bounds=LENGTH,
     )
-    ffn_hidden_size: int = arg(
-        None, "MLP width", derived="4 h; with --swiglu floor(8h/3 / 64) * 64", bounds=LENGTH
-    )
-    kv_channels: int = arg(None, "dimension of one head", derived="hidden size / heads", bounds=SIZE)
+    ffn_hidden_size: Length = arg(None, "MLP width", derived="4 h; with --swiglu floor(8h/3 / 64) * 64")
+    kv_channels: Size = arg(None, "dimension of one head", derived="hidden size / heads")
     group_query_attention: bool = arg(False, "several query heads share one key and value head")
-    num_query_groups: int = arg(
-        1,
-        "key and value heads, with --group-query-attention (without it: as many as query heads)",
-        bounds=SIZE,
+    num_query_groups: Size = arg(
+        1, "key and value heads, with --group-query-attention (without it: as many as query heads)"
     )
     # Embeddings and positions
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
@@ -59,25 +54,22 @@ class TransformerConfig:
     rotary_base: int = arg(10000, "base (theta) of the rotation frequencies")
     rotary_percent: float = arg(1.0, "share of the head dimension that is rotated")
     rotary_interleaved: bool = arg(False, "rotate pairs (2i, 2i+1) instead of halves")
-    rotary_seq_len_interpolation_factor: int | None = arg(
-        None, "divide positions by this factor", bounds=SIZE
-    )
+    rotary_seq_len_interpolation_factor: Size | None = arg(None, "divide positions by this factor")
     use_rope_scaling: bool = arg(False, "frequency scaling of Llama 3.1")
-    rope_scaling_factor: float = arg(8.0, "factor of --use-rope-scaling", bounds=Bounds(1.0, 2.0**20))
+    rope_scaling_factor: Annotated[float, Bounds(1.0, 2.0**20)] = arg(8.0, "factor of --use-rope-scaling")
     untie_embeddings_and_output_weights: bool = arg(False, "separate output matrix")
-    embedding_multiplier: float | Literal["sqrt_hidden"] | None = arg(
+    embedding_multiplier: (
+        Annotated[float, Bounds(-FLOAT.most, FLOAT.most)] | Literal["sqrt_hidden"] | None
+    ) = arg(
         None,
         "factor of the word embeddings, not of the output layer: a number, or sqrt_hidden (Gemma: the root of the "
         "hidden size, rounded to the weights' dtype)",
         parse=number_or_sqrt_hidden,
-        bounds=Bounds(-FLOAT.most, FLOAT.most),
         ours=True,
     )
-    make_vocab_size_divisible_by: int = arg(
-        128, "pad the vocabulary to a multiple of this x TP", unit="ids", bounds=SIZE
-    )
-    padded_vocab_size: int | None = arg(
-        None, "vocabulary after padding, instead of padding by rule", unit="ids", bounds=IDS
+    make_vocab_size_divisible_by: Size = arg(128, "pad the vocabulary to a multiple of this x TP", unit="ids")
+    padded_vocab_size: Ids | None = arg(
+        None, "vocabulary after padding, instead of padding by rule", unit="ids"
     )
     # Norms and activations
     normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", "norm of the residual branches")
@@ -96,11 +88,9 @@ class TransformerConfig:
         False, "bias in the attention's output projection even without other biases", ours=True
     )
     # Dropout and initial weights
-    attention_dropout: float = arg(0.1, "dropout on attention probabilities", bounds=RATE)
-    hidden_dropout: float = arg(0.1, "dropout on residual branches and the embedding", bounds=RATE)
-    init_method_std: float = arg(
-        0.02, "std of initial weights; residual outputs use std / sqrt(2 layers)", bounds=FLOAT
-    )
+    attention_dropout: Rate = arg(0.1, "dropout on attention probabilities")
+    hidden_dropout: Rate = arg(0.1, "dropout on residual branches and the embedding")
+    init_method_std: float = arg(0.02, "std of initial weights; residual outputs use std / sqrt(2 layers)")
     init_model_with_meta_device: bool = arg(False, "build the model without memory, then fill its own shard")
     # Arithmetic
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = arg(
@@ -125,11 +115,8 @@ class TransformerConfig:
     recompute_method: Literal["uniform", "block"] | None = arg(
         None, "full: uniform chunks of layers, or the first layers of each stage"
     )
-    recompute_num_layers: int | None = arg(
-        None,
-        "layers per recomputed chunk (uniform), or recomputed layers (block)",
-        unit="layers",
-        bounds=LAYERS,
+    recompute_num_layers: Layers | None = arg(
+        None, "layers per recomputed chunk (uniform), or recomputed layers (block)", unit="layers"
     )
     recompute_modules: tuple[str, ...] = arg(("core_attn",), "what selective recompute drops")
     recompute_activations: bool = arg(False, "short for --recompute-granularity selective")

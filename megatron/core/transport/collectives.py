@@ -41,7 +41,7 @@ _reduce_scatter_flat = dist.reduce_scatter_single if _TORCH >= (2, 13) else dist
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool = False) -> Pending:
-    """tensor <- sum, max or min over the group, in place."""
+    """tensor [...] <- its sum, max or min over the group, in place."""
     if group.size == 1:
         return Pending("all_reduce", group)
 
@@ -258,7 +258,7 @@ def _reduce_at_once(flat: Pairs, group: Group, accumulate: bool) -> Begun:
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool = False) -> Pending:
-    """tensor <- that of the group's rank `source`, in place."""
+    """tensor [...] <- that of the group's rank `source`, in place."""
     if group.size == 1:
         return Pending("broadcast", group)
 

@@ -181,23 +181,6 @@ def check_instances(grid: RankGrid, instances: int) -> None:
         )
 
 
-def rank_lists(purpose: Purpose, grid: RankGrid, instances: int = 1) -> tuple[tuple[int, ...], ...]:
-    """All groups of a purpose. instances: --num-distributed-optimizer-instances.
-
-    Raises RankGridError when instances do not divide dp.
-    """
-    check_instances(grid, instances)
-    along = grid.groups(purpose.axes)
-    return tuple(part for ranks in along for part in _parts(purpose, ranks, instances))
-
-
-def own_ranks(purpose: Purpose, grid: RankGrid, rank: int, instances: int = 1) -> tuple[int, ...]:
-    """The group of `rank`: what `rank_lists` holds for it, without computing the others'."""
-    check_instances(grid, instances)
-    ranks = grid.group(purpose.axes, rank)
-    return next(part for part in _parts(purpose, ranks, instances) if rank in part)
-
-
 def _parts(purpose: Purpose, ranks: tuple[int, ...], instances: int) -> list[tuple[int, ...]]:
     """What the ranks along an axis, in their order, divide into."""
     if purpose.part == "all" or len(ranks) == 1:
@@ -226,13 +209,19 @@ class WorldPart:
     instances: int = 1
 
     def rank_lists(self, purpose: Purpose) -> list[tuple[int, ...]]:
-        """All groups of a purpose within this part, as ranks of the world."""
-        lists = rank_lists(purpose, self.grid, self.instances)
+        """All groups of a purpose within this part, as ranks of the world. Raises RankGridError when the instances do
+        not divide dp."""
+        check_instances(self.grid, self.instances)
+        along = self.grid.groups(purpose.axes)
+        lists = (part for ranks in along for part in _parts(purpose, ranks, self.instances))
         return [tuple(self.ranks[place] for place in places) for places in lists]
 
     def own_ranks(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
-        """The group of `rank`, one of the world's."""
-        places = own_ranks(purpose, self.grid, self.ranks.index(rank), self.instances)
+        """The group of `rank`, one of the world's: that of `rank_lists`, without computing the others'."""
+        check_instances(self.grid, self.instances)
+        own = self.ranks.index(rank)
+        parts = _parts(purpose, self.grid.group(purpose.axes, own), self.instances)
+        places = next(part for part in parts if own in part)
         return tuple(self.ranks[place] for place in places)
 
 

@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron.command import program
 from megatron.training.config import values
 from megatron.training.config.config import MAX_GUESSES
 from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
@@ -142,7 +144,7 @@ def limit_text(entry: FlagEntry) -> str:
 def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -> argparse.ArgumentParser:
     """Fields first, then the user's own flags, then the flags that are only known: user flags win over those."""
     parser: argparse.ArgumentParser = _Parser(
-        prog="pretrain_gpt.py",
+        prog=program(sys.argv[0]),
         description="Train a GPT. docs/flags.md lists every flag Megatron-LM users know with its state.",
         allow_abbrev=False,
         formatter_class=_Help,

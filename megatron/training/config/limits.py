@@ -12,7 +12,7 @@ import resource
 import threading
 import traceback
 
-from megatron.core.transport.rank_grid import PURPOSES, own_ranks
+from megatron.core.transport.rank_grid import PURPOSES, WorldPart
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 
@@ -32,7 +32,8 @@ def _communicators(config: Config, env: LaunchEnv) -> list[int]:
     if env.world_size == 1:
         return []
     instances = config.ddp.num_distributed_optimizer_instances
-    sizes = [len(own_ranks(purpose, config.grid(), env.rank, instances)) for purpose in PURPOSES]
+    world = WorldPart(tuple(range(env.world_size)), config.grid(), instances)
+    sizes = [len(world.own_ranks(purpose, env.rank)) for purpose in PURPOSES]
     return [env.world_size, *(size for size in sizes if size > 1)]
 
 

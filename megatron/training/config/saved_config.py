@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core import schema
 from megatron.core.config_base import IDS, value_type
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import Place, check, integer, or_null
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table

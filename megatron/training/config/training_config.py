@@ -1,65 +1,54 @@
 """The loop: batch, length, evaluation, checkpoints, logs, reliability (floor 0)."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron.core.config_base import BATCH, INDEX, RANKS, SIZE, THREADS, Bounds, arg
+from megatron.core.config_base import Batch, Bounds, Index, Ranks, Size, Threads, arg
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
     """How much is trained, in which batches, and when to stop."""
 
-    micro_batch_size: int = arg(
-        None, "samples of one forward on one model replica", unit="samples", required=True, bounds=BATCH
+    micro_batch_size: Batch = arg(
+        None, "samples of one forward on one model replica", unit="samples", required=True
     )
-    global_batch_size: int = arg(
-        None, "samples of one optimizer step", unit="samples", derived="micro batch size x DP", bounds=BATCH
+    global_batch_size: Batch = arg(
+        None, "samples of one optimizer step", unit="samples", derived="micro batch size x DP"
     )
-    rampup_batch_size: tuple[int, ...] | None = arg(
-        None,
-        "start, increment, and samples over which the batch grows to the global batch size",
-        nargs=3,
-        bounds=INDEX,
+    rampup_batch_size: tuple[Index, ...] | None = arg(
+        None, "start, increment, and samples over which the batch grows to the global batch size", nargs=3
     )
     decrease_batch_size_if_needed: bool = arg(
         False, "round the global batch size down to a multiple of micro batch size x DP"
     )
-    train_iters: int | None = arg(None, "optimizer steps", unit="iterations", bounds=INDEX)
-    train_samples: int | None = arg(None, "length of the run", unit="samples", bounds=INDEX)
-    seed: int = arg(
-        1234, "seed of initial weights, dropout and sample order", bounds=Bounds(0, 2**32 - 2**20)
+    train_iters: Index | None = arg(None, "optimizer steps", unit="iterations")
+    train_samples: Index | None = arg(None, "length of the run", unit="samples")
+    seed: Annotated[int, Bounds(0, 2**32 - 2**20)] = arg(
+        1234, "seed of initial weights, dropout and sample order"
     )
     exit_interval: int | None = arg(None, "save and exit when the iteration is a multiple", unit="iterations")
     exit_duration_in_mins: int | None = arg(None, "save and exit after this time", unit="min")
     iterations_to_skip: tuple[int, ...] = arg((), "iterations whose batch is drawn but not trained on")
     deterministic_mode: bool = arg(False, "only kernels that give the same bits every time")
-    threads_per_rank: int | None = arg(
+    threads_per_rank: Threads | None = arg(
         None,
         "threads that one rank computes with; the same number gives the same bits",
         unit="threads",
         derived="OMP_NUM_THREADS, else cores of the machine // its ranks",
         ours=True,
-        bounds=THREADS,
     )
     manual_gc: bool = arg(False, "Python's garbage collection only at fixed steps")
-    manual_gc_interval: int = arg(
-        0, "steps between collections with --manual-gc; 0 = never", unit="iterations", bounds=INDEX
+    manual_gc_interval: Index = arg(
+        0, "steps between collections with --manual-gc; 0 = never", unit="iterations"
     )
-    manual_gc_eval: bool = arg(
-        True, "no collection before and after evaluation", flags=("--no-manual-gc-eval",)
-    )
+    manual_gc_eval: bool = arg(True, "no collection before and after evaluation")
     yaml_cfg: str | None = arg(None, "YAML file of settings; the command line wins")
     check_config: bool = arg(
         False, "print the resolved configuration, the rank grid and parameters per rank, then exit", ours=True
     )
-    world_size: int | None = arg(
-        None,
-        "ranks that --check-config assumes",
-        unit="ranks",
-        derived="ranks of the launcher",
-        ours=True,
-        bounds=RANKS,
+    world_size: Ranks | None = arg(
+        None, "ranks that --check-config assumes", unit="ranks", derived="ranks of the launcher", ours=True
     )
     json: bool = arg(False, "--check-config prints one JSON object", ours=True)
 
@@ -69,9 +58,7 @@ class EvaluationConfig:
     """Validation and test."""
 
     eval_interval: int | None = arg(None, "iterations between validations; unset = never", unit="iterations")
-    eval_iters: int = arg(
-        100, "batches of one evaluation; 0 = no evaluation", unit="iterations", bounds=INDEX
-    )
+    eval_iters: Index = arg(100, "batches of one evaluation; 0 = no evaluation", unit="iterations")
     skip_train: bool = arg(False, "evaluate only")
 
 
@@ -95,9 +82,7 @@ class CheckpointConfig:
     no_load_optim: bool = arg(False, "leave the optimizer's state as it is")
     no_load_rng: bool = arg(False, "leave the state of random generators as it is")
     finetune: bool = arg(False, "load weights only and start at iteration 0; nothing in --load is an error")
-    ckpt_step: int | None = arg(
-        None, "load this iteration instead of the newest", unit="iterations", bounds=INDEX
-    )
+    ckpt_step: Index | None = arg(None, "load this iteration instead of the newest", unit="iterations")
     use_checkpoint_args: bool = arg(False, "take the model's shape from the checkpoint")
     exit_on_missing_checkpoint: bool = arg(False, "stop when --load holds no checkpoint")
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor", "zarr"] = arg(
@@ -125,25 +110,25 @@ class LoggingConfig:
     log_params_norm: bool = arg(False, "L2 norm of the parameters in the log line")
     log_num_zeros_in_grad: bool = arg(False, "zero entries of the gradient in the log line")
     log_progress: bool = arg(False, "append progress.txt in the folder of checkpoints")
-    timing_log_level: int = arg(0, "0: iterations only, 1: phases, 2: every operation", bounds=Bounds(0, 2))
+    timing_log_level: Annotated[int, Bounds(0, 2)] = arg(
+        0, "0: iterations only, 1: phases, 2: every operation"
+    )
     timing_log_option: Literal["max", "minmax", "all"] = arg("minmax", "how timers are told over ranks")
     barrier_with_L1_time: bool = arg(  # noqa: N815 - Megatron's destination name
         True, "no barrier at level 1 timers", flags=("--no-barrier-with-level-1-timing",)
     )
-    logging_level: int | None = arg(None, "level of Python's logging, as a number", bounds=Bounds(0, 1000))
+    logging_level: Annotated[int, Bounds(0, 1000)] | None = arg(
+        None, "level of Python's logging, as a number"
+    )
     tensorboard_dir: str | None = arg(None, "folder of TensorBoard files")
     tensorboard_log_interval: int = arg(1, "iterations between records", unit="iterations")
-    tensorboard_queue_size: int = arg(1000, "records held before a write", bounds=SIZE)
+    tensorboard_queue_size: Size = arg(1000, "records held before a write")
     log_timers_to_tensorboard: bool = arg(False, "timers and iteration time")
     log_validation_ppl_to_tensorboard: bool = arg(False, "exp(loss) beside the validation loss")
     log_memory_to_tensorboard: bool = arg(False, "memory figures")
     log_world_size_to_tensorboard: bool = arg(False, "number of ranks")
-    log_learning_rate_to_tensorboard: bool = arg(
-        True, "no learning rate", flags=("--no-log-learning-rate-to-tensorboard",)
-    )
-    log_loss_scale_to_tensorboard: bool = arg(
-        True, "no loss scale", flags=("--no-log-loss-scale-to-tensorboard",)
-    )
+    log_learning_rate_to_tensorboard: bool = arg(True, "no learning rate")
+    log_loss_scale_to_tensorboard: bool = arg(True, "no loss scale")
     wandb_project: str | None = arg(None, "Weights & Biases project; turns it on")
     wandb_entity: str | None = arg(None, "Weights & Biases entity")
     wandb_exp_name: str | None = arg(None, "Weights & Biases run name")
@@ -179,12 +164,11 @@ class ReliabilityConfig:
     check_for_nan_in_loss_and_grad: bool = arg(
         True,
         "take steps whether loss and gradients are finite or not; weights that are not end the run all the same",
-        flags=("--no-check-for-nan-in-loss-and-grad",),
     )
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = arg(
         "disabled", "validate_results: compute a rejected step again, as --nan-policy rerun-once"
     )
-    distributed_timeout_minutes: int = arg(
-        10, "longest wait in a collective", unit="min", bounds=Bounds(1, 365 * 24 * 60)
+    distributed_timeout_minutes: Annotated[int, Bounds(1, 365 * 24 * 60)] = arg(
+        10, "longest wait in a collective", unit="min"
     )
     exit_signal_handler: bool = arg(False, "SIGTERM saves and exits (always so here)")

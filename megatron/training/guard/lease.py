@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.safe_files import locked, open_regular, publish_text
 from megatron.core.schema import Place, check, fields_of, integer, or_null, text
 

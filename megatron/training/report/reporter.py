@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.safe_files import SHARED_MODE, open_for_append
@@ -135,8 +135,9 @@ class Reporter:
         self.start_interval()
         assert session.folder.path is not None, "a run without a folder"
         speaks, begins, total = session.ps.is_last_rank, state.iteration, session.config.total_iterations
+        count = round(sum(session.gather(_own_parameters(session, engine))))
         self.writers = open_writers(
-            session.config, session.folder.path, enabled=speaks, resumed_iteration=begins
+            session.config, session.folder.path, enabled=speaks, resumed_iteration=begins, parameters=count
         )
         is_shown = speaks and self._log.progress != "off"
         self._progress = ProgressLine(total if is_shown else 0, first_iteration=begins + 1)
@@ -325,6 +326,14 @@ def append_progress(save: str, event: str, *, job_id: str, world_size: int, stat
             file.write("\t".join(fields) + "\n")
     except OSError as error:
         warn(f"{path} is not written: {error}")
+
+
+def _own_parameters(session: Session, engine: Engine) -> float:
+    """Parameters on this rank, each divided by how many ranks have it, so that the ranks' sum is the model's."""
+    if session.ps.dp_rank > 0:
+        return 0.0
+    every = ((part, 2 if meta.shared else 1) for meta in engine.param_meta.values() for part in meta.parts)
+    return sum(part.numel / (part.copies * stages) for part, stages in every)
 
 
 def _rate(amount: float, elapsed_s: float) -> float:

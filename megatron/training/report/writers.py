@@ -164,8 +164,11 @@ def metrics_path(config: Config, folder: Path) -> Path:
     return path.resolve() if config.given("metrics_file") and path.is_symlink() else path
 
 
-def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iteration: int) -> Writers:
+def open_writers(
+    config: Config, folder: Path, *, enabled: bool, resumed_iteration: int, parameters: int | None = None
+) -> Writers:
     """The writers of a run. folder: the run's. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
+    parameters: of the whole model, for the record.
 
     Raises MissingPackageError naming the pip line, and OutputPathError, both ValueErrors.
     """
@@ -187,7 +190,8 @@ def open_writers(config: Config, folder: Path, *, enabled: bool, resumed_iterati
         ) from error
     print(f" > {file.note}", flush=True)
     writers = Writers(file, trackers, untracked_tags(log))
-    writers.event("start", resumed_iteration, world_size=config.world_size, config=values)
+    counted = {} if parameters is None else {"parameters": parameters}
+    writers.event("start", resumed_iteration, world_size=config.world_size, **counted, config=values)
     if log.log_world_size_to_tensorboard:
         writers.record({"world-size": config.world_size}, step=resumed_iteration)
     return writers

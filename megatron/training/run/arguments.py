@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron import command
 from megatron.core.dist_checkpointing.catalog import check_loadable, choose, config_of
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.config import saved_config
 from megatron.training.config.check_config import build_report, render_json, render_text
 from megatron.training.config.command_line import (
@@ -43,7 +44,6 @@ _OF_VALUES = ("value", "range-", "limit-")  # ids of problems that keep a value 
 # A launcher stops every rank once one has ended, so the others give local rank 0 this time to say why.
 SPEAKER_GRACE_S = 3.0
 # Of the first page.
-_ROOT = Path(__file__).resolve().parents[2]
 _WIDTH = 80
 _SHAPE = (
     *(
@@ -246,13 +246,15 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:
     """The page. python, program: as typed. more: flags that this program needs beside the others."""
-    run, script = shlex.quote(python), shlex.quote(program)
-    tool = shlex.quote(os.path.relpath(_ROOT / "tools" / "preprocess_data.py"))
+    run, script, no_python = shlex.quote(python), shlex.quote(program), ""
+    tool = shlex.quote(os.path.relpath(command.SCRIPTS / "tools" / "preprocess_data.py"))
+    if typed := command.called_as(program):
+        run, script, tool, no_python = "", program, f"{typed} data preprocess", " --no-python"
     byte = "--tokenizer-type ByteTokenizer"
     mock, own = ("--mock-data", *_SHAPE, *more), ("--data-path my_text_document", "--split 1", byte, *_SHAPE)
     torchrun = os.path.join(os.path.dirname(python), "torchrun")
     launcher = shlex.quote(torchrun) if shutil.which(torchrun) else f"{run} -m torch.distributed.run"
-    both = f"{launcher} --standalone --nproc-per-node 2"
+    both = f"{launcher} --standalone --nproc-per-node 2{no_python}"
     corpus = (run, tool, "--input my.txt", "--output-prefix my", "--append-eod", byte)
     return f"""\
 Megatron-Zero pre-trains GPT models by Megatron-LM's command line, on CPUs and

@@ -24,7 +24,7 @@ from torch import __version__ as torch_version
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
@@ -73,15 +73,22 @@ CheckState = Callable[[Found, bool], None]
 
 
 class Checkpointer:
-    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world.
+    """Saves and loads for one run. `log` gets rank 0's lines; calls communicate over the whole world. saved: told of
+    each checkpoint once it is one: its iteration, its directory.
 
     guard: called on rank 0 before it changes anything in --save, see `save.save`.
     """
 
     def __init__(
-        self, ps: ParallelState, config: CheckpointConfig, *, log: Log = no_log, guard: Guard = no_guard
+        self,
+        ps: ParallelState,
+        config: CheckpointConfig,
+        *,
+        log: Log = no_log,
+        guard: Guard = no_guard,
+        saved: Callable[[int, Path], None] = lambda iteration, directory: None,
     ) -> None:
-        self._ps, self._config, self._log, self._guard = ps, config, log, guard
+        self._ps, self._config, self._log, self._guard, self._tell = ps, config, log, guard, saved
         self._say = log if ps.rank == 0 else no_log
         self._cache, self._async = PlanCache(), AsyncSaver(log, guard)
         # Iterations in --save that are this run's; None: all, until `load`.
@@ -120,13 +127,8 @@ class Checkpointer:
         options: SaveOptions = {"retain_interval": flags.save_retain_interval, "owned": self._owned}
         options |= {"cache": self._cache, "log": self._log, "guard": self._guard}
         if not flags.async_save:
-            directory = save(*content, **options)
-            self._saved(iteration)
-            return directory
-        earlier = self._async.in_flight
-        done = self._async.save(*content, **options)
-        if done is not None and earlier is not None:
-            self._saved(earlier)
+            return self._saved(save(*content, **options))
+        self._saved(self._async.save(*content, **options))  # an earlier one, which had to be waited for
         self._say(f"scheduled an async checkpoint save at iteration {iteration:7d} to {root}")
         return self.maybe_finalize(blocking=True) if wait else None
 
@@ -135,11 +137,7 @@ class Checkpointer:
 
         Call it once a step at the same place on every rank, and with `blocking` before leaving.
         """
-        iteration = self._async.in_flight
-        directory = self._async.maybe_finalize(blocking)
-        if directory is not None and iteration is not None:
-            self._saved(iteration)
-        return directory
+        return self._saved(self._async.maybe_finalize(blocking))
 
     def load(
         self,
@@ -237,11 +235,16 @@ class Checkpointer:
                 "are never removed, and where this run saves the same iteration they are put aside as iter_*.kept-*"
             )
 
-    def _saved(self, iteration: int) -> None:
-        if self._owned is not None:
-            self._owned.add(iteration)
-        save, place = self._config.save, self._place
-        self._say(metrics.SAVED.format(iteration=iteration, directory=save, place=place))
+    def _saved(self, directory: Path | None) -> Path | None:
+        """directory: None where nothing was committed now."""
+        if directory is not None:
+            iteration = int(directory.name.removeprefix("iter_"))
+            if self._owned is not None:
+                self._owned.add(iteration)
+            save, place = self._config.save, self._place
+            self._say(metrics.SAVED.format(iteration=iteration, directory=save, place=place))
+            self._tell(iteration, directory)
+        return directory
 
 
 def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelState | None = None) -> None:

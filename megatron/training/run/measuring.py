@@ -12,9 +12,8 @@ from pathlib import Path
 from megatron.core.distributed.plan_inputs import measured_moves
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.again import planned_bubble, replanned
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, planned_bubble, replanned
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import measured_bubbles
-from megatron.core.pipeline_parallel.plan.measuring.measured_lines import Bubbles
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core import schema
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import Check, Place, Schema
 
 _WAY_ON = "--no-load-rng goes on without it"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
 from megatron.core.optimizer.mixed_precision import OPTIMIZER_SCHEMA, OptimizerStateError
@@ -75,7 +75,7 @@ class RunCheckpoints:
         self._parts, self._session, self._engine = parts, parts.session, parts.engine
         session, self._flags = parts.session, parts.session.config.checkpoint
         log, guard = session.print_rank_0, session.folder.check
-        self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard)
+        self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard, saved=self._saved)
         self._saved_data: Any = None  # `GPTDataset.description` of the checkpoint that was loaded
         self.last: str | None = None
 
@@ -150,15 +150,12 @@ class RunCheckpoints:
         timer = session.timers("save-checkpoint", log_level=1)
         with session.watchdog.phase("save"), timer, engine.model.buffer.rounded_weights():
             pieces = engine.model_pieces(), engine.optimizer.pieces()
-            directory = self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
-        self._committed(directory)
+            self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
 
     def finish(self, *, blocking: bool = False) -> None:
         """Commit an asynchronous save whose files are written. blocking: wait for that."""
-        self._committed(self._checkpointer.maybe_finalize(blocking=blocking))
+        self._checkpointer.maybe_finalize(blocking=blocking)
 
-    def _committed(self, directory: Path | None) -> None:
-        """directory: None where nothing was committed now."""
-        if directory is not None:
-            self.last = str(directory)
-            self._parts.reporter.saved(int(directory.name.removeprefix("iter_")), self.last)
+    def _saved(self, iteration: int, directory: Path) -> None:
+        self.last = str(directory)
+        self._parts.reporter.saved(iteration, self.last)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from megatron.core.datasets.errors import DataError
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.enums import ModelType
 from megatron.core.module import ModelError
 from megatron.core.optimizer.grad_scaler import GradScalerStateError

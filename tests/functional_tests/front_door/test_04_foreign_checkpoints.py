@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import foreign
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, check_loadable, choose
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.run.arguments import launch_config
 from tests.harness import forgery, launch
 from tests.harness.launch_lines import SMALL

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.config.saved_config import saved_config

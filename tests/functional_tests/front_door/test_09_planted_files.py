@@ -22,8 +22,7 @@ from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.preprocessing import job, sources
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.tokenizers.build import build_tokenizer
-from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
-from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.tokenizers.tokenizer import ByteTokenizer, TokenizerError
 from tests.harness import launch
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config_base import bounds_of
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json

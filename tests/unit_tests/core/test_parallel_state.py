@@ -18,7 +18,7 @@ from megatron.core.transport.parallel_state import (
     single_process,
 )
 from megatron.core.transport.peer_loss import PeerLostError
-from megatron.core.transport.rank_grid import PURPOSES, TP_PP_DP_ORDER, RankGrid, RankGridError, own_ranks
+from megatron.core.transport.rank_grid import PURPOSES, TP_PP_DP_ORDER, RankGrid, RankGridError, WorldPart
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 
@@ -126,9 +126,10 @@ def test_every_purpose_talks_to_its_rank_list_and_to_nobody_else():
     for name, arguments in layouts.items():
         instances = arguments.get("instances", 1)
         grid = RankGrid(8, **{key: value for key, value in arguments.items() if key != "instances"})
+        world = WorldPart(tuple(range(8)), grid, instances)
         for rank, (heard, shared) in enumerate(got[name]):
             for purpose in PURPOSES:
-                assert heard[purpose.name] == own_ranks(purpose, grid, rank, instances), (name, purpose.name)
+                assert heard[purpose.name] == world.own_ranks(purpose, rank), (name, purpose.name)
             assert shared == 0  # every purpose has a communicator of its own
 
 

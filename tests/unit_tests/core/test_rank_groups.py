@@ -16,13 +16,19 @@ from megatron.core.transport.rank_grid import (
     RankGridError,
     WorldPart,
     dense_grid,
-    own_ranks,
     parts_from_places,
-    rank_lists,
 )
 
 BY_NAME = {purpose.name: purpose for purpose in PURPOSES}
 ORDERS = (DEFAULT_ORDER, TP_PP_DP_ORDER)
+
+
+def rank_lists(purpose, grid, instances=1):
+    return tuple(WorldPart(tuple(range(grid.world_size)), grid, instances).rank_lists(purpose))
+
+
+def own_ranks(purpose, grid, rank, instances=1):
+    return WorldPart(tuple(range(grid.world_size)), grid, instances).own_ranks(purpose, rank)
 
 
 def talk(name, a, b, grid, instances):

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.save import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import generate
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
+from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
 from tests.harness.tiny_models import tiny_config
 

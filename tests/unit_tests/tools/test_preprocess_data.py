@@ -99,7 +99,7 @@ def test_tree_and_text(tmp_path):
 
 
 def build(tmp_path, name, workers):
-    from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
+    from megatron.core.tokenizers.tokenizer import ByteTokenizer
 
     found = sources.find_sources([str(tmp_path / "in.jsonl")], "auto", [], [])
     work = job.Job(tuple(found), str(tmp_path / name), ByteTokenizer, append_eod=True, workers=workers)

@@ -177,6 +177,6 @@ def test_the_trainers_flags_and_a_choice_of_strategies_are_of_a_limit(capsys):
 def test_gathers_are_drawn_below_computations(tmp_path):
     told = json.loads(output(*TWO, "--html", tmp_path / "page.html", "--format", "json"))
     text = (tmp_path / "page.html").read_text()
-    assert ">gathered weights<" in text
+    assert ">memory: gathered weights<" in text
     peaks = [f"peak {one['most_transient']}" for one in told["residency"]["ranks"]]
     assert re.findall(r">(peak \d+)<", text) == peaks

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.save import save
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.config.training_config import CheckpointConfig
@@ -32,10 +32,13 @@ class Run:
     """Model and optimizer of one run, with a checkpointer and the lines it logged."""
 
     def __init__(self, value=0.0, ps=None, **flags):
-        self.lines = []
+        self.lines, self.saved = [], []
         self.model, self.optimizer = model(value), optimizer(value)
         self.checkpointer = Checkpointer(
-            ps or single_process(), CheckpointConfig(**flags), log=self.lines.append
+            ps or single_process(),
+            CheckpointConfig(**flags),
+            log=self.lines.append,
+            saved=lambda iteration, directory: self.saved.append((iteration, directory.name)),
         )
 
     @property
@@ -173,6 +176,7 @@ def test_async_save_by_flag(tmp_path):
     run.save(40)  # waits for 30, and says that it is saved
     assert any("from iteration      30 to" in line for line in run.lines)
     run.checkpointer.maybe_finalize(blocking=True)
+    assert run.saved == [(number, f"iter_00000{number}") for number in (10, 20, 30, 40)]
     loaded = Run(load=root)
     assert loaded.load().iteration == 40
     assert loaded.values() == ({5.0}, {5.0})

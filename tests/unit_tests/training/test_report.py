@@ -19,6 +19,7 @@ from megatron.training.report.metrics_file import MetricsFile
 from megatron.training.report.report import read_run, write_report
 from tests.harness.measured_runs import lowered, write_timeline
 from tests.harness.unit_stages import asked, model
+from tools.report_pipeline import measured_step
 
 ROOT = Path(__file__).resolve().parents[3]
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -92,7 +93,11 @@ def test_page_is_well_formed_and_asks_for_nothing(tmp_path):
     assert not {"script", "link", "iframe", "img"} & set(page.tags)
     assert re.findall(r"https?://|@import|url\(", text) == []
     assert "<script>" not in text
-    assert page.tags.count("svg") == 4, "loss, learning rate, gradient norm, tokens/s"
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", text)
+    assert [title.split(":")[0] for title in titles] == [
+        *("Loss", "Gradient norm", "Learning rate", "Perplexity on held-out data", "Tokens/s"),
+        *("Bubble, % of a step", "Memory in all"),
+    ]
     assert "prefers-color-scheme: dark" in text
     for expected in (
         *("A & <B>", "Loss", "Learning rate", "Gradient norm", "Tokens/s", "lm loss validation"),
@@ -120,7 +125,9 @@ def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
     file.record({"lm loss": 2.0, **kinds}, 1, 8)
     file.close()
     assert read_run(file.path).losses == ["lm loss"]
-    page = Page(write_report(file.path, tmp_path / "report.html", timeline=tmp_path).read_text())
+    page = Page(
+        write_report(file.path, tmp_path / "report.html", pipeline=measured_step(tmp_path)).read_text()
+    )
     assert page.requests == []
     for expected in (
         *(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.device import current_device
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.run.rng_state import rng_state, set_rng_state
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.dist_checkpointing.save import save
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
+from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.saved_config import check_holds_tokenizer, saved_padded_vocabulary
 from megatron.training.run import session

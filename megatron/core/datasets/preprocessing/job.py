@@ -29,8 +29,7 @@ from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, data_path, index_path, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.preprocessing.sources import Source, TextChunk, plan_chunks, read_documents
-from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
+from megatron.core.tokenizers.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
 
 FORMAT_VERSION = 2
 BATCH_DOCUMENTS = 1024

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasting_ranks, refuse_optimizers
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
-from megatron.core.distributed.custom_fsdp.standalone_config import resolve_standalone
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharding import is_contradicted
 from megatron.core.module import ModelError
-from megatron.core.sharding_table import ShardOver
+from megatron.core.sharding_table import STRATEGIES, ShardOver, goes_with_outer, grads_are_sharded
 from megatron.core.squared_sums import squared_sums
 from megatron.core.transport import collectives
 from megatron.core.transport.collectives import broadcast_weights
@@ -52,7 +52,7 @@ def fully_shard(
 
     Communicates when called, in forward and in backward. Raises ModelError where units do not fit the module, where it
     is sharded already, where an optimizer has its parameters, where calls inside differ, or where the config sets what
-    has no effect (`standalone_config.py`); MeshError and ReshardPlanError as the engine.
+    has no effect (`resolve_standalone`); MeshError and ReshardPlanError as the engine.
     """
     inner = InnerCalls(module)
     refuse_optimizers(module)
@@ -192,6 +192,54 @@ class FullyShardedModule(nn.Module):
         driver.write_back()
 
 
+# Fields that act only where gradients are sharded -> their value where nobody has set them.
+OF_SHARDED_GRADIENTS: dict[str, object] = {
+    "fsdp_double_buffer": False,
+    "fsdp_reshard_policy": "memory",
+    "fsdp_memory_budget": None,
+    "suggested_communication_unit_size": None,
+    "fsdp_debug": False,
+    "megatron_fsdp_grad_comm_dtype": "auto",
+}
+SHARDED_GRADIENTS = tuple(filter(grads_are_sharded, STRATEGIES))
+
+
+def resolve_standalone(
+    config: DistributedDataParallelConfig | None, *, instances: int
+) -> DistributedDataParallelConfig:
+    """What a config means for these ranks: optim_grads_params where none is given. instances: of the ranks.
+
+    Raises ModelError where a field is set that the strategy or the ranks leave without effect.
+    """
+    config = config or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    strategy, told = config.data_parallel_sharding_strategy, config.num_distributed_optimizer_instances
+    idle = [field for field, unset in OF_SHARDED_GRADIENTS.items() if getattr(config, field) != unset]
+    if idle and strategy not in SHARDED_GRADIENTS:
+        raise ModelError(
+            f"{', '.join(idle)}: no effect with data_parallel_sharding_strategy={strategy!r}, which cuts no gradients; "
+            f"set the strategy to one of {list(SHARDED_GRADIENTS)}, or leave {'it' if len(idle) == 1 else 'them'} out"
+        )
+    if is_contradicted(config):
+        raise ModelError(
+            "use_distributed_optimizer: data_parallel_sharding_strategy='no_shard' (its default) does not shard the "
+            "optimizer; set the strategy to 'optim', 'optim_grads' or 'optim_grads_params'"
+        )
+    if told not in (1, instances):
+        raise ModelError(
+            f"num_distributed_optimizer_instances={told}: the ranks given have {instances} "
+            f"instance{'s' * (instances != 1)}; pass a mesh of shape ({told}, ranks of an instance), or leave it out"
+        )
+    outer = "optim" if config.enable_full_sharding_in_hsdp else config.outer_dp_sharding_strategy
+    if not goes_with_outer(strategy, outer):
+        raise ModelError(
+            f"outer_dp_sharding_strategy={outer!r} with data_parallel_sharding_strategy={strategy!r}: the optimizer is "
+            "cut over instances only with 'optim_grads_params'; set that, or leave the outer strategy out"
+        )
+    return dataclasses.replace(
+        config, outer_dp_sharding_strategy=outer, num_distributed_optimizer_instances=instances
+    )
+
+
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> its first."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -236,3 +284,34 @@ def _class_of(cls: Any, taken: frozenset[str]) -> type[nn.Module]:
 
 def _registered(name: str, module: nn.Module) -> Any:
     return nn.Module.__getattr__(module, name)
+
+
+def sharded_grad_scaler(model: FullyShardedModule, **kwargs: Any) -> ShardedGradScaler:
+    """A `torch.amp.GradScaler` for optimizers of `model.parameters()`. kwargs: of GradScaler; `device` is the model's
+    if not given."""
+    ps = driver_of(model).engine.ps
+    return ShardedGradScaler(model, **{"device": ps.device.torch_device.type, **kwargs})
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """All ranks skip a step, and change the scale, where the gradients of one of them are not finite.
+
+    Every rank calls `unscale_` or `step` alike. Communicates there, over dp and tp: one number.
+    """
+
+    def __init__(self, model: FullyShardedModule, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        ps = driver_of(model).engine.ps
+        self._groups = ps.dp_reduce_group, ps.dp_outer_group, ps.tp_group
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """All of GradScaler's looks at gradients come through here: `unscale_`, and `step` of optimizers that unscale
+        by themselves."""
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = found or {found_inf.device: found_inf}  # a rank without gradients is told too
+        for flag in found.values():
+            for group in self._groups:
+                collectives.all_reduce(flag, group, "max")
+        return found

@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan.ir import BW, F, PlanError, Row, W, wrong_op
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, F, PlanError, Row, W, wrong_op
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 

@@ -1,4 +1,5 @@
-"""The plan of a pipeline as data: operations, their text, a whole plan and its hash.
+"""The plan of a pipeline as data: kinds of operations in one table, operations and their text, a whole plan and its
+hash.
 
 F is a forward, B the input gradient, W the weight gradient, BW both together (the letters of the zero-bubble paper,
 arXiv 2401.10241; torch writes I for this B and B for this BW).
@@ -7,6 +8,7 @@ arXiv 2401.10241; torch writes I for this B and B for this BW).
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import hashlib
 import json
@@ -15,18 +17,57 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.kinds import (
-    HAS_MICROBATCH,
-    IS_COMPUTE,
-    IS_DATA_PARALLEL,
-    IS_TRANSFER,
-    NAMES,
-)
-from megatron.core.pipeline_parallel.plan.kinds import Kind as Kind
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 
 VERSION = 1
+
+
+class Kind(enum.IntEnum):
+    """What an operation does. A generator of a schedule writes only computations, passes add the others. Saved plans
+    hold these numbers and names."""
+
+    F = 0
+    B = 1
+    W = 2
+    BW = 3
+    SEND_F = 4
+    RECV_F = 5
+    SEND_B = 6
+    RECV_B = 7
+    UNSHARD = 8
+    RESHARD = 9
+    REDUCE = 10
+    SEND_STATE = 11
+    RECV_STATE = 12
+    VALIDATE = 13
+    STEP = 14
+    HSDP_ALL_REDUCE = 15
+
+
+# Plain ints, for loops over whole plans.
+F, B, W, BW, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = map(int, list(Kind)[:11])
+HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
+
+
+def _holds(*kinds: Kind) -> tuple[bool, ...]:
+    return tuple(kind in kinds for kind in Kind)
+
+
+# By kind. What runs it: the stage, messages between stages, collectives over data parallel ranks, the decision on the
+# optimizer's step.
+NAMES = tuple(kind.name for kind in Kind)
+IS_COMPUTE = _holds(Kind.F, Kind.B, Kind.W, Kind.BW)
+IS_TRANSFER = _holds(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+IS_DATA_PARALLEL = _holds(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE, Kind.HSDP_ALL_REDUCE)
+IS_VALIDATION = _holds(Kind.SEND_STATE, Kind.RECV_STATE, Kind.VALIDATE, Kind.STEP)
+HAS_MICROBATCH = tuple(map(max, IS_COMPUTE, IS_TRANSFER))
+# What a computation does with its stage's weights and gradients.
+READS_WEIGHTS = _holds(Kind.F, Kind.B, Kind.BW)
+WRITES_GRADS = _holds(Kind.W, Kind.BW)
+# Whether, standing before VALIDATE, it is done again once a step was taken back.
+REPEATED_ON_AGAIN = _holds(Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
+
 
 # (kind, global stage, microbatch, slice, first unit, end unit, peer rank, pair id); -1: none, or all units. A pair id
 # is what both ends of a transfer share, and computations that overlap with one another. Plans hold tuples: hundreds of
@@ -37,11 +78,6 @@ Row = tuple[RawOp, ...]
 
 class PlanError(ValueError):
     """A plan or a request for one is wrong; the message names the operation or the option."""
-
-
-# Plain ints, for loops over whole plans.
-F, B, W, BW, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = map(int, list(Kind)[:11])
-HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
 
 
 def wrong_op(rank: int, place: int, op: RawOp, what: str) -> PlanError:

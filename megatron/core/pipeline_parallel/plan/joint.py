@@ -11,6 +11,7 @@ it is. So all candidates are tried a little, and those that come near the best o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -26,9 +27,9 @@ from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
-from megatron.core.pipeline_parallel.plan.simulate import Merit, Simulation, simulate
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.text import size_text
 
 # Orders of a searched schedule: the ends of the section are not tried but for the upper one.
 _ORDERS = 6
@@ -127,12 +128,12 @@ def _looked(
 
 def _rounds(found: Sequence[Judged], num_microbatches: int) -> list[Judged]:
     """The best first, verified; see [Note: rounds]."""
-    ranked = sorted(found, key=_merit)
+    ranked = sorted(found, key=lambda one: one.simulation.merit)
     for tries, most, near in _ROUNDS:
         least = near * ranked[0].simulation.cost
         count = sum(one.simulation.cost <= least for one in ranked[:most])
         more = [_judged(one.spec, one.search, tries) if one.search else one for one in ranked[:count]]
-        ranked = sorted([*more, *ranked[count:]], key=_merit)
+        ranked = sorted([*more, *ranked[count:]], key=lambda one: one.simulation.merit)
     for at, one in enumerate(ranked):
         try:  # `verify` may refuse what just fits, by a rounding
             plan = plan_for(one.spec, num_microbatches, PlanPurpose.TRAIN)
@@ -142,10 +143,6 @@ def _rounds(found: Sequence[Judged], num_microbatches: int) -> list[Judged]:
         timed = simulate(plan, one.spec.costs, one.spec.with_lanes(one.spec.lanes))
         return [Judged(one.spec, plan, timed), *ranked[at + 1 :]]
     raise refused
-
-
-def _merit(judged: Judged) -> Merit:
-    return judged.simulation.merit
 
 
 def named(spec: ScheduleSpec) -> str:
@@ -267,48 +264,50 @@ def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
     return tuple(parts)
 
 
+def _limit(spec: ScheduleSpec) -> tuple[float, ...]:
+    assert spec.residency is not None
+    assert spec.residency.limit is not None
+    return spec.residency.limit
+
+
 def _room(spec: ScheduleSpec) -> tuple[float, ...]:
     """By rank, the most that a searched schedule may hold of activations, at a moment without whole gradients; more
     than twice what 1F1B holds is of no use. Raises PlanError where that is less than it needs."""
-    assert spec.residency is not None
-    assert spec.residency.limit is not None
-    parts = least_bytes(spec)
-    cap = 2 * spec.placement.num_ranks * spec.whole_stage
+    parts, cap = least_bytes(spec), 2 * spec.placement.num_ranks * spec.whole_stage
     room = tuple(
-        min(cap, limit - one.rest - one.weights)
-        for limit, one in zip(spec.residency.limit, parts, strict=True)
+        min(cap, limit - one.rest - one.weights) for limit, one in zip(_limit(spec), parts, strict=True)
     )
     if any(size < one.activation for size, one in zip(room, parts, strict=True)):
         raise PlanError(_too_little(parts))
     return room
 
 
+def _held(spec: ScheduleSpec, num_microbatches: int) -> tuple[Least, ...]:
+    """By rank, `least_bytes`; of a fixed order with all its activations. Raises PlanError for an order that these
+    microbatches do not make."""
+    parts = least_bytes(spec)
+    if spec.row.searched:
+        return parts
+    _, peaks = _order(spec.bare, num_microbatches)
+    return tuple(one._replace(activation=peak) for one, peak in zip(parts, peaks, strict=True))
+
+
 def _refuse_full(spec: ScheduleSpec, num_microbatches: int) -> None:
     """Where states at rest and activations alone are more than a rank may hold, before anything else is tried."""
-    assert spec.residency is not None
-    assert spec.residency.limit is not None
-    _, peaks = _order(spec.bare, num_microbatches)
-    every = zip(least_bytes(spec), peaks, spec.residency.limit, strict=True)
-    for rank, (one, peak, limit) in enumerate(every):
-        if one.rest + peak > limit:
+    for rank, (one, limit) in enumerate(zip(_held(spec, num_microbatches), _limit(spec), strict=True)):
+        if one.rest + one.activation > limit:
             raise PlanError(
-                f"rank {rank} holds {size_text(one.rest)} at rest and {size_text(peak)} of activations, the limit is "
-                f"{size_text(limit)}"
+                f"rank {rank} holds {size_text(one.rest)} at rest and {size_text(one.activation)} of activations, the "
+                f"limit is {size_text(limit)}"
             )
 
 
 def _nothing_fits(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> str:
-    """What the candidate whose fullest rank holds the least holds; of a fixed order with all its activations."""
+    """What the candidate whose fullest rank holds the least holds."""
     known = []
     for spec in candidates:
-        try:
-            parts = least_bytes(spec)
-            if not spec.row.searched:
-                _, peaks = _order(spec.bare, num_microbatches)
-                parts = tuple(one._replace(activation=peak) for one, peak in zip(parts, peaks, strict=True))
-            known.append((spec, parts))
-        except PlanError:
-            continue  # an order that these microbatches do not make
+        with contextlib.suppress(PlanError):
+            known.append((spec, _held(spec, num_microbatches)))
     if not known:
         return "; ".join(f"{named(spec)}: no such order" for spec in candidates)
     spec, parts = min(known, key=lambda one: max(map(sum, one[1])))

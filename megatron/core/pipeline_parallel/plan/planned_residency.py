@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves, walk_row
@@ -14,8 +15,8 @@ from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.sizes import mib_text
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.text import mib_text
 
 _NS_PER_S = 1e9
 
@@ -67,16 +68,11 @@ class StepMoves:
     step_s: float | None = None
 
     @classmethod
-    def of(
-        cls,
-        moved: Moves,
-        lane_share: float | None = None,
-        exposed_share: float | None = None,
-        step_s: float | None = None,
-    ) -> StepMoves:
+    def of(cls, moved: Moves, **times: Any) -> StepMoves:
+        """times: lane_share, exposed_share, step_s."""
         every = (moved.gathers, moved.reductions, moved.outer_gathers, moved.outer_sums)
         calls = (every[0].calls, every[1].calls, every[2].calls, every[3].calls)
-        return cls(*calls, sum(one.payload_bytes for one in every), lane_share, exposed_share, step_s)
+        return cls(*calls, sum(one.payload_bytes for one in every), **times)
 
     @property
     def exposed_s(self) -> float | None:
@@ -206,14 +202,11 @@ def planned_residency(
         walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
         gradients = max((one.gradients + one.under_way for one in walk.boundaries), default=0)
         activations = round(walk.most.activation) if spec.estimated else None
-        held, moves = (
-            HeldBytes(at_rest[rank], walk.most.gathered, gradients, activations),
-            StepMoves.of(walk.moves),
-        )
+        held, times = HeldBytes(at_rest[rank], walk.most.gathered, gradients, activations), {}
         if timed is not None:
-            times = (timed.lane_share[rank], timed.exposed[rank] / timed.cost, timed.cost / _NS_PER_S)
-            moves = StepMoves.of(walk.moves, *times)
-        found.append((rank, held, moves))
+            shares = {"lane_share": timed.lane_share[rank], "exposed_share": timed.exposed[rank] / timed.cost}
+            times = {**shares, "step_s": timed.cost / _NS_PER_S}
+        found.append((rank, held, StepMoves.of(walk.moves, **times)))
     return max(found, key=lambda one: one[1].total)
 
 

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.ir import SEND_B, SEND_F, Plan, PlanError, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import (
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    SEND_B,
+    SEND_F,
+    Plan,
+    PlanError,
+    op_text,
+)
 from megatron.core.pipeline_parallel.plan.timeline import Timeline, execute
 
 Merit = tuple[float, float, float]

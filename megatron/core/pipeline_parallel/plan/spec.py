@@ -19,8 +19,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE as TOLERANCE
-from megatron.core.pipeline_parallel.plan.sizes import mib_text
-from megatron.core.pipeline_parallel.plan.text import PlanFile
+from megatron.core.pipeline_parallel.plan.text import PlanFile, mib_text
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 # Plans that are kept: of a training step, of evaluations, of sizes that a batch is ramped up through, of candidates.

@@ -1,5 +1,5 @@
 """Plans as files: JSON with version and hash, one of them to be run (--pipeline-schedule-file), and the CSV that
-torch.distributed.pipelining reads."""
+torch.distributed.pipelining reads; sizes in words."""
 
 from __future__ import annotations
 
@@ -14,18 +14,8 @@ from typing import Any
 
 from megatron.core import safe_files
 from megatron.core.config_base import STAGES
-from megatron.core.pipeline_parallel.plan.ir import (
-    VERSION,
-    Kind,
-    Plan,
-    PlanError,
-    Row,
-    op_text,
-    parse_row,
-    plan_hash,
-    row_texts,
-)
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, PlanError, Row
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -46,13 +36,13 @@ _TORCH_NAMES = tuple(_TORCH.get(kind, "") for kind in Kind)
 def to_json(plan: Plan) -> str:
     """The header's fields and `ops`, one list of texts a rank."""
     place = plan.placement
-    values = VERSION, plan.schedule, place.kind, place.num_ranks, place.num_chunks, plan.num_microbatches
+    values = ir.VERSION, plan.schedule, place.kind, place.num_ranks, place.num_chunks, plan.num_microbatches
     content: dict[str, Any] = dict(
-        zip(_FIELDS, (*values, plan.bitwise, plan.forward_only, plan_hash(plan)), strict=True)
+        zip(_FIELDS, (*values, plan.bitwise, plan.forward_only, ir.plan_hash(plan)), strict=True)
     )
     if plan.residency is not None:
         content[_RESIDENCY] = plan.residency.as_json()
-    return json.dumps({**content, "ops": [row_texts(row) for row in plan.rows]}) + "\n"
+    return json.dumps({**content, "ops": [ir.row_texts(row) for row in plan.rows]}) + "\n"
 
 
 def from_json(text: str) -> Plan:
@@ -70,11 +60,11 @@ def from_json(text: str) -> Plan:
     for row in content.pop("ops"):
         if not isinstance(row, list) or not all(isinstance(op, str) for op in row):
             raise PlanError(f"`ops` is one list of texts a rank, not {row!r:.80}")
-        rows.append(parse_row(row))
+        rows.append(ir.parse_row(row))
     plan = _plan(content, tuple(rows))
-    if plan_hash(plan) != content["hash"]:
+    if ir.plan_hash(plan) != content["hash"]:
         raise PlanError(
-            f"the plan's hash is {plan_hash(plan)}, its header says {content['hash']}: it was changed"
+            f"the plan's hash is {ir.plan_hash(plan)}, its header says {content['hash']}: it was changed"
         )
     stages = plan.placement.num_stages
     if plan.num_ops < stages * plan.num_microbatches:  # before anybody makes a list of that length
@@ -89,8 +79,8 @@ def _plan(header: Mapping[str, Any], rows: tuple[Row, ...]) -> Plan:
     """What a file says, its hash not checked."""
     if set(header) - {_RESIDENCY} != set(_FIELDS):
         raise PlanError(f"a plan's header has {', '.join(_FIELDS)}, not {', '.join(map(str, header)):.200}")
-    if str(header["version"]) != str(VERSION):
-        raise PlanError(f"the plan has version {header['version']}, this program reads version {VERSION}")
+    if str(header["version"]) != str(ir.VERSION):
+        raise PlanError(f"the plan has version {header['version']}, this program reads version {ir.VERSION}")
     for flag in _FLAGS:
         if str(header[flag]) not in ("True", "False"):
             raise PlanError(f"{flag} is True or False, not {header[flag]!r}")
@@ -126,7 +116,7 @@ class PlanFile:
                 f"--pipeline-schedule-file {self.path} is a plan for {self.plan.num_microbatches} microbatches a step, "
                 f"this one has {num_microbatches}: change --global-batch-size, or save a plan for it"
             )
-        rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in self.plan.rows)
+        rows = tuple(tuple(op for op in row if ir.IS_COMPUTE[op[0]]) for row in self.plan.rows)
         return dataclasses.replace(self.plan, rows=rows, residency=None)
 
 
@@ -165,12 +155,29 @@ def to_torch_csv(plan: Plan, *, transfers: bool = False) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in plan.rows:
-        kept = [op for op in row if transfers or IS_COMPUTE[op[0]]]
+        kept = [op for op in row if transfers or ir.IS_COMPUTE[op[0]]]
         for op in kept:
             if not _TORCH_NAMES[op[0]] or op[3] or op[4] >= 0:
-                raise PlanError(f"{op_text(op)} cannot be said in torch's CSV")
+                raise PlanError(f"{ir.op_text(op)} cannot be said in torch's CSV")
         # torch names neither peers nor messages: both follow from stage and microbatch
-        bare = [(*op[:6], -1, op[7] if IS_COMPUTE[op[0]] else -1) for op in kept]
-        texts = row_texts(bare, _TORCH_NAMES)
+        bare = [(*op[:6], -1, op[7] if ir.IS_COMPUTE[op[0]] else -1) for op in kept]
+        texts = ir.row_texts(bare, _TORCH_NAMES)
         writer.writerow(f"{text}OVERLAP_F_B" if text.startswith("(") else text for text in texts)
     return out.getvalue()
+
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def size_text(size: float, unit: str = "bytes") -> str:
+    """Bytes in GB of 1e9, what is small in less; anything else as it is."""
+    if unit != "bytes":
+        return f"{size:.4g}"
+    factor, name = next((one for one in _UNITS if size >= 0.1 * one[0]), (1.0, "bytes"))
+    return f"{size / factor:.4g} {name}"
+
+
+def mib_text(size: float) -> str:
+    """Bytes in MiB, what is smaller than a hundredth of one in KiB."""
+    mib = size / 2**20
+    return f"{mib:.2f} MiB" if mib >= 0.01 or not size else f"{size / 2**10:.2f} KiB"

@@ -16,8 +16,14 @@ from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
 from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
-from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.ir import (
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    IS_TRANSFER,
+    Kind,
+    Plan,
+    RawOp,
+)
 
 Wait = tuple[int, int]  # an event, and the place in the row that waits for it
 _RECV_STATE, _SEND_STATE, _STEP = int(Kind.RECV_STATE), int(Kind.SEND_STATE), int(Kind.STEP)

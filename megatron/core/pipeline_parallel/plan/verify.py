@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.held.verify_lanes import verify_lanes
-from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
+from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_lanes, verify_residency
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state

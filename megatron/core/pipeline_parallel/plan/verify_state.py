@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.kinds import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.ir import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
 
 _SEND, _RECEIVE = int(ir.Kind.SEND_STATE), int(ir.Kind.RECV_STATE)
 _VALIDATE, _STEP = int(ir.Kind.VALIDATE), int(ir.Kind.STEP)

@@ -17,8 +17,7 @@ from functools import partial
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import PlanError, RawOp, Row, op_text
-from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import IS_DATA_PARALLEL, PlanError, RawOp, Row, op_text
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync
 from megatron.core.transport.peer_loss import PeerLostError

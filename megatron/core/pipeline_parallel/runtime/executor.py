@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan import ir, kinds
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
-from megatron.core.pipeline_parallel.plan.send_completion import Key, send_completion
 from megatron.core.pipeline_parallel.post_validation.state import Go, Validation, rollback_ops
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     Crossing,
@@ -27,7 +26,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     UnitBoundaries,
 )
 from megatron.core.pipeline_parallel.runtime.p2p import Arrival, Channel
-from megatron.core.pipeline_parallel.runtime.program import Step, check_row, compile_row
+from megatron.core.pipeline_parallel.runtime.program import Key, Step, check_row, compile_row, send_completion
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.protocols import GradSync, Stage
 from megatron.core.transport.peer_loss import PeerLostError
@@ -100,16 +99,16 @@ class Executor:
         # computations by their `Crossing`.
         table: dict[int, Callable[[Any], None]] = dict.fromkeys((*_COMPUTED_BY, ir.W), self._compute)
         self._lane: DataParallelLane | None = None
-        if grad_sync is not None and any(kinds.IS_DATA_PARALLEL[op[0]] for op in self._row):
+        if grad_sync is not None and any(ir.IS_DATA_PARALLEL[op[0]] for op in self._row):
             assert set(stages) <= set(self._units), f"units of {sorted(self._units)}, stages {sorted(stages)}"
             chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
             self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
             lane = self._lane
-            on_lane = (kind for kind in Kind if kinds.IS_DATA_PARALLEL[kind])
+            on_lane = (kind for kind in Kind if ir.IS_DATA_PARALLEL[kind])
             table |= dict.fromkeys(on_lane, lambda placed: lane.perform(placed))
         if validation is not None:
             table[Kind.VALIDATE] = self._validate
-        both = [kind.name for kind in handlers or {} if kind in table or kinds.IS_TRANSFER[kind]]
+        both = [kind.name for kind in handlers or {} if kind in table or ir.IS_TRANSFER[kind]]
         assert not both, f"handlers for what the executor does itself: {both}"
         table |= {int(kind): handler for kind, handler in (handlers or {}).items()}
         check_row(plan, rank, stages, table, units=self._lane is not None)
@@ -188,7 +187,7 @@ class Executor:
             start = recorder.now()
             yield step
             end = recorder.now()
-            if kinds.IS_DATA_PARALLEL[self._row[step.places[0]][0]]:
+            if ir.IS_DATA_PARALLEL[self._row[step.places[0]][0]]:
                 continue  # recorded by the lane, once it is known when it was through
             spent_s = 0.0 if lane is None else lane.spent_s - lane_s
             for place in step.places:
@@ -200,7 +199,7 @@ class Executor:
             return f"stage {stages}, iteration {iteration}, waiting for its last sends"
         ops = [self._row[place] for place in step.places]
         where = f"stage {', '.join(sorted({str(op[1]) for op in ops}))}, iteration {iteration}"
-        if kinds.IS_DATA_PARALLEL[ops[0][0]]:
+        if ir.IS_DATA_PARALLEL[ops[0][0]]:
             return where  # the lane has named its operation
         return f"{where}, {', '.join(map(ir.op_text, ops))}"
 
@@ -268,5 +267,5 @@ class Executor:
         for step in self._program:
             if step.argument is op:
                 return
-            if kinds.REPEATED_ON_AGAIN[self._row[step.places[0]][0]]:
+            if ir.REPEATED_ON_AGAIN[self._row[step.places[0]][0]]:
                 step.call(step.argument)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.catalog import choose
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.load import load_pieces
 from megatron.core.dist_checkpointing.save import AsyncSaver, PendingSave, save
 from tests.harness.faults import FileFaults

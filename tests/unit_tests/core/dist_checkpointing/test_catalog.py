@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.catalog import (
     list_entries,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.load import find
 from megatron.core.dist_checkpointing.save import save
 from tests.harness.pieces import whole_tensors

@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing import save as save_module
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.catalog import choose
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.load import find, load_pieces
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.save import save

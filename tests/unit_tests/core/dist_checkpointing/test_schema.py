@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import (
     MAX_DEPTH,
     Place,

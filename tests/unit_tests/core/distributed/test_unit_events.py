@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.unit_events import UnitEvents
+from megatron.core.distributed.unit_events import hook_units
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import Plan, parse_row
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
@@ -58,7 +58,7 @@ class Heard(list):
 
 def watch(model, listener, chunk=0):
     chunks = [[] for _ in range(chunk)]
-    return UnitEvents([*chunks, [(unit, [block]) for unit, block in enumerate(model.blocks)]], listener)
+    return hook_units([*chunks, [(unit, [block]) for unit, block in enumerate(model.blocks)]], listener)
 
 
 def without_repeats(heard):
@@ -82,7 +82,8 @@ def test_hooks_tell_of_forwards_backwards_and_recomputations(recompute):
     with torch.no_grad():
         model(torch.ones(2, 3, requires_grad=True))
     assert heard == [(1, 0), (1, 1), (1, 2), (1, 3)]
-    events.remove()
+    for handle in events:
+        handle.remove()
     heard.clear()
     model(torch.ones(2, 3, requires_grad=True))
     assert heard == []
@@ -99,7 +100,7 @@ def test_an_output_of_several_tensors_and_a_module_of_two_units():
             return {"a": [y * 2], "b": (x * 3, None)}
 
     two, heard = Two(), Heard()
-    UnitEvents([[(0, [two]), (1, [two.block])]], heard)
+    hook_units([[(0, [two]), (1, [two.block])]], heard)
     out = two(torch.ones(1, 3, requires_grad=True))
     assert heard == [(0, 0), (0, 1)]
     heard.clear()

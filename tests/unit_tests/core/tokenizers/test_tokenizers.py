@@ -11,8 +11,7 @@ from megatron.core.tokenizers.build import (
     build_from_config,
     build_tokenizer,
 )
-from megatron.core.tokenizers.builtin_tokenizers import ByteTokenizer
-from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.tokenizers.tokenizer import ByteTokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 TEXT = "Hello, world! Grüße\n\t def f(x): return x**2 — 漢字"

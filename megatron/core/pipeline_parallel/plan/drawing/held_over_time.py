@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
-from megatron.core.pipeline_parallel.plan.ir import op_text, partner_of
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, op_text, partner_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.text import size_text
 from megatron.core.pipeline_parallel.plan.timeline import execute
 
 Bar = tuple[float, float, int, str]  # start, end, place in the row, text

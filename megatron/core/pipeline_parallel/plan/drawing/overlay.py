@@ -6,8 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, Plan, PlanError, W
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import (
+    BW,
+    IS_COMPUTE,
+    IS_DATA_PARALLEL,
+    B,
+    F,
+    Kind,
+    Plan,
+    PlanError,
+    W,
+)
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Times, busy_times, cost_model
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep, OpTimes, read_timeline
 from megatron.core.pipeline_parallel.plan.simulate import Simulation

@@ -1,4 +1,5 @@
-"""DualPipeV: forwards of one direction of the V beside backwards of the other (DeepSeek's DualPipe, "cut in half")."""
+"""DualPipeV: forwards of one direction of the V beside backwards of the other (DeepSeek's DualPipe, arXiv
+2412.19437, 3.2.1, "cut in half")."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
 from megatron.core.pipeline_parallel.plan.held.row_uses import WholeGradients
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Use
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.transport.traffic import NOTHING, Moved

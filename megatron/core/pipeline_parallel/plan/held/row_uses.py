@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
-from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, RawOp, Row
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
 
 

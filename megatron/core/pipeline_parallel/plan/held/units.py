@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, PlanError, RawOp, W
-from megatron.core.pipeline_parallel.plan.kinds import READS_WEIGHTS, WRITES_GRADS
+from megatron.core.pipeline_parallel.plan.ir import BW, READS_WEIGHTS, WRITES_GRADS, B, F, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
 
 Access = tuple[int, ...]

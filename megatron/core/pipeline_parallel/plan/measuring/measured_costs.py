@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypedDict
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, Row, W
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, Plan, Row, W
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 

@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core import safe_files, schema
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, op_text, parse_op, plan_hash
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -131,7 +131,7 @@ def header_line(
     stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
     content = {
         "version": VERSION,
-        "plan": plan_hash(plan),
+        "plan": ir.plan_hash(plan),
         "schedule": plan.schedule,
         "placement": placement.as_json(),
         "num_microbatches": plan.num_microbatches,
@@ -154,12 +154,12 @@ def op_lines(row: tuple[RawOp, ...]) -> list[str]:
     """A template for each operation of a row, to be filled by `%` with (iteration, start_s, end_s, wait_s), of
     computations beside operations of data parallelism with lane_s too."""
     lines = []
-    has_lane = any(IS_DATA_PARALLEL[op[0]] for op in row)
+    has_lane = any(ir.IS_DATA_PARALLEL[op[0]] for op in row)
     for op in row:
-        pair = f', "pair": {op[7]}' if op[7] >= 0 and "#" not in op_text(op) else ""
-        lane = ', "lane_s": %.7f' if has_lane and IS_COMPUTE[op[0]] else ""
+        pair = f', "pair": {op[7]}' if op[7] >= 0 and "#" not in ir.op_text(op) else ""
+        lane = ', "lane_s": %.7f' if has_lane and ir.IS_COMPUTE[op[0]] else ""
         lines.append(
-            f'{{"iteration": %d, "op": "{op_text(op)}"{pair}, '
+            f'{{"iteration": %d, "op": "{ir.op_text(op)}"{pair}, '
             f'"start_s": %.7f, "end_s": %.7f, "wait_s": %.7f{lane}}}\n'
         )
     return lines
@@ -258,7 +258,7 @@ def _header(content: dict[str, Any]) -> dict[str, Any]:
 
 def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTimes]:
     """Iteration, operation and times of a line. Raises PlanError, KeyError or TypeError for what is none."""
-    iteration, op = content["iteration"], parse_op(content["op"])
+    iteration, op = content["iteration"], ir.parse_op(content["op"])
     pair = content.get("pair", op[7])
     times = [content["start_s"], content["end_s"], content["wait_s"], content.get("lane_s", 0.0)]
     if type(iteration) is not int or type(pair) is not int:
@@ -286,7 +286,7 @@ def _plan(parts: Sequence[_RankPart]) -> tuple[Plan, Lanes | None]:
         raise PlanError(f"the header's placement or residency is wrong: {error}") from None
     flags = header["bitwise"], header["forward_only"]
     plan = Plan(header["schedule"], placement, header["num_microbatches"], rows, *flags, residency)
-    if plan_hash(plan) != header["plan"]:
+    if ir.plan_hash(plan) != header["plan"]:
         raise PlanError("the operations do not have the hash that the header says")
     try:
         verify(plan)

@@ -19,15 +19,10 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row, without_collector
-from megatron.core.pipeline_parallel.plan.kinds import (
-    IS_COMPUTE,
-    IS_DATA_PARALLEL,
-    IS_TRANSFER,
-    IS_VALIDATION,
-)
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.passes import orders
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
@@ -58,7 +53,7 @@ _ROUNDS = 3
 Choice = tuple[Plan, Reserve]
 
 
-@without_collector()
+@ir.without_collector()
 def add_residency(
     plan: Plan,
     stages: Sequence[StageUnits],
@@ -75,7 +70,9 @@ def add_residency(
     trailing W's come unit by unit where that is faster. grouping: of an earlier plan, to keep its bits. Raises
     PlanError for a policy that the plan cannot have, and where the result is wrong.
     """
-    assert not any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "add_residency: a second time"
+    assert not any(ir.IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), (
+        "add_residency: a second time"
+    )
     if residency.policy == "backward" and plan.placement.num_stages > 1:
         raise PlanError(
             "policy backward keeps a microbatch's weights from F to B, and in a pipeline several are under way: use "
@@ -202,7 +199,7 @@ class PlanSearch:
     @functools.cached_property
     def _is_fixed(self) -> bool:
         """Whether computations overlap in pairs, or there are forwards only."""
-        computed = (op for row in self.plan.rows for op in row if IS_COMPUTE[op[0]])
+        computed = (op for row in self.plan.rows for op in row if ir.IS_COMPUTE[op[0]])
         return self.plan.forward_only or any(op[7] >= 0 for op in computed)
 
     @functools.cached_property
@@ -226,11 +223,11 @@ class PlanSearch:
         plan, costs = self.plan, self.maker.costs
         yield plan
         found = [plan]
-        rows = tuple(tuple(op for op in row if IS_COMPUTE[op[0]]) for row in plan.rows)
+        rows = tuple(tuple(op for op in row if ir.IS_COMPUTE[op[0]]) for row in plan.rows)
         order = dataclasses.replace(plan, rows=rows)
         held = orders.hold_back(order, costs, self._room)
         if held is not None and held != order:
-            steps = any(IS_VALIDATION[op[0]] for row in plan.rows for op in row)
+            steps = any(ir.IS_VALIDATION[op[0]] for row in plan.rows for op in row)
             with contextlib.suppress(PlanError):  # such an order may have no room for a step's validation
                 lowered = lower(held, costs)
                 found.append(post_validation(lowered, costs) if steps else lowered)
@@ -265,7 +262,7 @@ def _mixed(plan: Plan, others: Iterable[Plan]) -> Iterator[Plan]:
     """The plan with one rank's row of another one that sends and receives the same."""
 
     def messages(rows: Sequence[Row]) -> list[list[RawOp]]:
-        return [[op for op in row if IS_TRANSFER[op[0]]] for row in rows]
+        return [[op for op in row if ir.IS_TRANSFER[op[0]]] for row in rows]
 
     mine = messages(plan.rows)
     for one in others:

@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.row_uses import (
     Gap,
     RowUses,
     Span,
     bytes_by_moment,
 )
-from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, RawOp, Row
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, Residency
 
 
@@ -83,11 +83,11 @@ def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> list
             place = bisect_left(firsts, moment)
             within = residency.grads_sharded and place < len(firsts)
             moment = firsts[place] if within else uses.num_moments
-        issued.append((moment, REDUCE, stay))
+        issued.append((moment, ir.REDUCE, stay))
         if waiting is not None:
-            issued.append((moment, HSDP_ALL_REDUCE, waiting))
+            issued.append((moment, ir.HSDP_ALL_REDUCE, waiting))
         waiting = stay if residency.outer > 1 and last[stay.unit] is stay else None
-    return issued if waiting is None else [*issued, (uses.num_moments, HSDP_ALL_REDUCE, waiting)]
+    return issued if waiting is None else [*issued, (uses.num_moments, ir.HSDP_ALL_REDUCE, waiting)]
 
 
 def gradients_held(uses: RowUses, issued: Sequence[Issued], *, reduced_first: bool) -> list[int]:
@@ -97,12 +97,12 @@ def gradients_held(uses: RowUses, issued: Sequence[Issued], *, reduced_first: bo
     again, next_first = [], dict.fromkeys(range(len(units)), end)
     for _, kind, stay in reversed(issued):  # when new gradients of the unit wait for these
         again.append(next_first[stay.unit])
-        if kind == REDUCE:
+        if kind == ir.REDUCE:
             next_first[stay.unit] = stay.first
     intervals: list[tuple[int, int, int]] = []
 
     def until(moment: int, kind: int, stay: Stay, waited: int) -> None:
-        if kind == REDUCE:
+        if kind == ir.REDUCE:
             over = min(moment, waited)
             intervals.append((stay.first, over, units.grad_bytes[stay.unit]))
             extra = {use.begin[1]: use.last for use in reversed(stay.uses)} if units.extra_bytes else {}
@@ -136,16 +136,16 @@ def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
         ops = []
         for kind, stay in by_moment.get(moment, ()):
             # Named as a unit of the stage that uses it first, or last.
-            stage = stay.uses[0 if kind == UNSHARD else -1].begin[1]
+            stage = stay.uses[0 if kind == ir.UNSHARD else -1].begin[1]
             place = uses.units.of[stage].index(stay.unit)
             ops.append((kind, stage, -1, begun, place, place + 1, -1, -1))
         return ops
 
     found: list[RawOp] = []
     computation = 0
-    end = 1 + max(place for place, op in enumerate(row) if not IS_VALIDATION[op[0]])
+    end = 1 + max(place for place, op in enumerate(row) if not ir.IS_VALIDATION[op[0]])
     for op in row[:end]:
-        if IS_COMPUTE[op[0]]:
+        if ir.IS_COMPUTE[op[0]]:
             first = firsts[computation]
             computation += 1
             for moment in range(first, firsts[computation]):

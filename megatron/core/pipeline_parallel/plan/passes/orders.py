@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, RawOp, Row, W
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_TRANSFER
+from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, IS_TRANSFER, B, F, Plan, RawOp, Row, W
 
 _SLACK = 1e-9
 PARTS = (1 << 20, 4, 1)  # of trailing W's: all, some, none: whole chunks one after the other
@@ -194,109 +194,88 @@ def hold_back(plan: Plan, costs: CostModel, room: Room) -> Plan | None:
 
     plan: of computations alone. None where some rank can go no further.
 
-    Each rank takes the first of its row that there is room for. Where all ranks wait for each other then, the result
-    that is there first is used earlier than the row says.
+    In each sweep over the ranks each takes the first of its row that there is room for, as long as its input is there.
+    Where all ranks wait for each other, the result that is there first is used earlier than the row says.
     """
     walk = _HoldBack(plan, costs, room)
-    waiting = list(range(len(plan.rows)))
     while any(walk.left):
-        while waiting:
-            waiting += walk.advance(waiting.pop())
-        if any(walk.left):
-            waiting = walk.jump()
-            if not waiting:
-                return None
+        moved = [walk.advance(rank) for rank in range(len(plan.rows))]
+        if not any(moved) and not walk.jump():
+            return None
     return dataclasses.replace(plan, rows=tuple(map(tuple, walk.rows)))
 
 
+# By kind, what of its own stage a computation comes behind: so many microbatches before its own one.
+_BEHIND = {F: ((F, 1),), B: ((B, 1), (F, 0)), W: ((W, 1), (B, 0)), BW: ((B, 1), (W, 1), (F, 0))}
+
+
 class _HoldBack:
-    """left: by rank, what it has not done, the last first. done: by kind (F, B, W) and stage, how many."""
+    """left: by rank, what it has not done. ends: when F, B and W of a stage and microbatch are through, if known."""
 
     def __init__(self, plan: Plan, costs: CostModel, room: Room) -> None:
         self.costs, self.whole_grads, self.durations = costs, room.whole_grads, costs.durations()
         self.room, self.most_read = [one * (1 + _SLACK) for one in room.free], room.most_read
         self.rank_of = plan.placement.ranks()
-        self.last = len(self.rank_of) - 1
-        self.left = [list(reversed(row)) for row in plan.rows]
+        self.left = list(map(list, plan.rows))
         self.rows: list[list[RawOp]] = [[] for _ in plan.rows]
         self.held, self.clock = [0.0] * len(plan.rows), [0.0] * len(plan.rows)
-        self.done = {kind: [0] * len(self.rank_of) for kind in (F, B, W)}
-        self.ends: dict[tuple[int, int, int], float] = {}
+        self.ends = {(kind, stage, -1): 0.0 for kind in (F, B, W) for stage in range(len(self.rank_of))}
 
-    def advance(self, rank: int) -> list[int]:
-        """As far as the row goes; ranks that may go on then."""
-        woken = []
-        while (place := next(self._possible(rank), None)) is not None:
-            arrival = self._arrival(self.left[rank][place])
-            if arrival is None:
-                break
-            woken += self._take(rank, place, arrival)
-        return woken
+    def advance(self, rank: int) -> bool:
+        """As far as the row goes; whether that is any further."""
+        before = len(self.rows[rank])
+        while (op := next(self._possible(rank), None)) and self._start(rank, op) < math.inf:
+            self._take(rank, op)
+        return len(self.rows[rank]) > before
 
-    def jump(self) -> list[int]:
-        """One computation out of its row's order: the one that can start first."""
-        found = []
-        for rank, left in enumerate(self.left):
-            known = ((place, self._arrival(left[place])) for place in self._possible(rank))
-            place, arrival = next((one for one in known if one[1] is not None), (-1, None))
-            if arrival is not None:
-                found.append((max(arrival, self.clock[rank]), rank, place, arrival))
-        if not found:
-            return []
-        _, rank, place, arrival = min(found)
-        return [rank, *self._take(rank, place, arrival)]
+    def jump(self) -> bool:
+        """One computation out of its row's order: the one that can start first; whether there is any."""
+        found: list[tuple[float, int, RawOp]] = []
+        for rank in range(len(self.rows)):
+            starts = ((self._start(rank, op), rank, op) for op in self._possible(rank))
+            found += itertools.islice((one for one in starts if one[0] < math.inf), 1)
+        if found:
+            _, rank, op = min(found)
+            self._take(rank, op)
+        return bool(found)
 
-    def _possible(self, rank: int) -> Iterator[int]:
-        """Places of what the rank itself is ready for and has room for, in the row's order."""
-        left, done = self.left[rank], self.done
-        for place in range(len(left) - 1, -1, -1):
-            kind, stage, one = left[place][:3]
-            f, b, w = done[F][stage], done[B][stage], done[W][stage]
-            if kind == F:
-                ready = f == one
-            elif kind == W:
-                ready = w == one < b
-            else:
-                ready = b == one < f and (kind == B or w == one)
-            if ready and self._fits(rank, kind, stage, one):
-                yield place
-
-    def _fits(self, rank: int, kind: int, stage: int, one: int) -> bool:
-        """While it runs: B's and W's free at their ends."""
-        more = self._more(kind, stage, one)
-        if kind in (W, BW):
-            more = max(more, 0.0 if one else self.whole_grads[stage])
-        read = 0.0 if kind == W else self.most_read[rank]
-        return more <= 0 or self.held[rank] + more + read <= self.room[rank]
+    def _possible(self, rank: int) -> Iterator[RawOp]:
+        """What the rank itself is ready for and has room for while it runs, in the row's order: B's and W's free at
+        their ends."""
+        for op in self.left[rank]:
+            kind, stage, one = op[:3]
+            if all((before, stage, one - by) in self.ends for before, by in _BEHIND[kind]):
+                more = self._more(kind, stage, one)
+                if kind in (W, BW) and not one:
+                    more = max(more, self.whole_grads[stage])
+                read = 0.0 if kind == W else self.most_read[rank]
+                if more <= 0 or self.held[rank] + more + read <= self.room[rank]:
+                    yield op
 
     def _more(self, kind: int, stage: int, one: int) -> float:
+        """Bytes that are held behind a computation beyond those before it."""
         if kind == F:
             return self.costs.activation[stage]
-        more = -self.costs.released(kind, stage)
-        return more + self.whole_grads[stage] if kind in (W, BW) and not one else more
+        first_w = kind in (W, BW) and not one
+        return self.whole_grads[stage] * first_w - self.costs.released(kind, stage)
 
-    def _arrival(self, op: RawOp) -> float | None:
-        """When what it needs is there; None if that is not known."""
+    def _start(self, rank: int, op: RawOp) -> float:
+        """When it can; infinity where it is not known when what it needs is there."""
         kind, stage, one = op[:3]
         if kind == W or (kind == F and not stage):
-            return 0.0
-        source = (F, stage - 1) if kind == F else (B, stage + 1) if stage < self.last else (F, stage)
-        end = self.ends.get((*source, one))
-        if end is None or self.rank_of[source[1]] == self.rank_of[stage]:
-            return end
-        return end + self.costs.comm
+            return self.clock[rank]
+        last = len(self.rank_of) - 1
+        source = (F, stage - 1) if kind == F else (B, stage + 1) if stage < last else (F, stage)
+        arrival = self.ends.get((*source, one), math.inf)
+        if self.rank_of[source[1]] != rank:
+            arrival += self.costs.comm
+        return max(arrival, self.clock[rank])
 
-    def _take(self, rank: int, place: int, arrival: float) -> list[int]:
-        op = self.left[rank].pop(place)
+    def _take(self, rank: int, op: RawOp) -> None:
         kind, stage, one = op[:3]
+        self.clock[rank] = self._start(rank, op) + self.durations[kind][stage]
         self.held[rank] += self._more(kind, stage, one)
-        self.clock[rank] = max(self.clock[rank], arrival) + self.durations[kind][stage]
+        for written in (B, W) if kind == BW else (kind,):
+            self.ends[written, stage, one] = self.clock[rank]
+        self.left[rank].remove(op)
         self.rows[rank].append(op)
-        if kind in (W, BW):
-            self.done[W][stage] += 1
-        if kind == W:
-            return []
-        self.done[F if kind == F else B][stage] += 1
-        self.ends[F if kind == F else B, stage, one] = self.clock[rank]
-        to = stage + 1 if kind == F else stage - 1
-        return [self.rank_of[to]] if 0 <= to <= self.last and self.rank_of[to] != rank else []

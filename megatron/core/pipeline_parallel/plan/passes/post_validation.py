@@ -15,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import RECV_F, SEND_F, F, Kind, Plan, RawOp, Row, is_overlapped
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION
+from megatron.core.pipeline_parallel.plan.ir import F, Kind, Plan, RawOp, Row
 from megatron.core.pipeline_parallel.plan.placement import LOOPED
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify import verify
@@ -34,18 +34,18 @@ def post_validation(plan: Plan, costs: CostModel) -> Plan:
     [Note: cuts]. Receives of states are posted long before: at the row's beginning, and before its last computation, so
     a state that is sent has always met its receive. Raises PlanError where the result is wrong.
     """
-    assert not any(IS_VALIDATION[op[0]] for row in plan.rows for op in row), "a second time"
-    assert not any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "behind add_residency"
+    assert not any(ir.IS_VALIDATION[op[0]] for row in plan.rows for op in row), "a second time"
+    assert not any(ir.IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "behind add_residency"
     num_ranks = len(plan.rows)
-    numbers = 1 + max((op[7] for row in plan.rows for op in row if not IS_COMPUTE[op[0]]), default=-1)
+    numbers = 1 + max((op[7] for row in plan.rows for op in row if not ir.IS_COMPUTE[op[0]]), default=-1)
     rows: list[Row] = []
     for rank, (row, validate) in enumerate(zip(plan.rows, _cut(plan, costs), strict=True)):
         first, last = (
             tuple(_operation(rank, num_ranks, numbers, *one) for one in half)
             for half in state_operations(rank, num_ranks)
         )
-        computed = [place for place, op in enumerate(row) if IS_COMPUTE[op[0]]]
-        paired = len(computed) > 1 and is_overlapped(row, computed[-2])
+        computed = [place for place, op in enumerate(row) if ir.IS_COMPUTE[op[0]]]
+        paired = len(computed) > 1 and ir.is_overlapped(row, computed[-2])
         close = max(computed[-2 if paired else -1], validate)
         # The receive of each half, where the rank has one, stands ahead of the rest.
         ahead, posted = (int(half[0][0] == Kind.RECV_STATE) for half in (first, last))
@@ -65,7 +65,7 @@ def _cut(plan: Plan, costs: CostModel) -> list[int]:
         place = next(  # of the first operation that is no forward of its first chunk, and no message of one
             place
             for place, op in enumerate(row)
-            if not is_first_forward(op, rank, len(rows)) or is_overlapped(row, place)
+            if not is_first_forward(op, rank, len(rows)) or ir.is_overlapped(row, place)
         )
         needed = min(needed - costs.comm, timeline.starts[rank][place])
         while place and timeline.ends[rank][place - 1] > needed + _ROUNDING:
@@ -74,9 +74,9 @@ def _cut(plan: Plan, costs: CostModel) -> list[int]:
     while True:
         before = list(places)
         for rank in range(len(rows) - 1):
-            sent = _microbatches(rows[rank][: places[rank]], SEND_F)
-            received = _microbatches(rows[rank + 1][: places[rank + 1]], RECV_F)
-            places[rank + 1] = _first(rows[rank + 1], RECV_F, places[rank + 1], received - sent)
+            sent = _microbatches(rows[rank][: places[rank]], ir.SEND_F)
+            received = _microbatches(rows[rank + 1][: places[rank + 1]], ir.RECV_F)
+            places[rank + 1] = _first(rows[rank + 1], ir.RECV_F, places[rank + 1], received - sent)
             if exact:
                 places[rank] = _first(rows[rank], F, places[rank], sent - received)
         if places == before:

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.plan.passes import lane_rows
 from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, keep_gaps, kept_gaps
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.text import size_text
 
 Groups = list[list[dict[int, int]]]
 

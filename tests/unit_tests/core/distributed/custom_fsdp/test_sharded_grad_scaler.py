@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from megatron.core.distributed.custom_fsdp.sharded_grad_scaler import sharded_grad_scaler
+from megatron.core.distributed.custom_fsdp.fully_shard import sharded_grad_scaler
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import Net, assert_same_weights, sharded, token_loss
 

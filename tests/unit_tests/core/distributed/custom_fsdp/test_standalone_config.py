@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron.core.distributed.custom_fsdp.standalone_config import (
+from megatron.core.distributed.custom_fsdp.fully_shard import (
     OF_SHARDED_GRADIENTS,
     SHARDED_GRADIENTS,
     resolve_standalone,

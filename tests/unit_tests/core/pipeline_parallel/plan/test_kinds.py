@@ -1,4 +1,4 @@
-from megatron.core.pipeline_parallel.plan import kinds
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Kind, W
 
 
@@ -13,21 +13,21 @@ def test_lanes_partition_the_kinds():
         {"UNSHARD", "RESHARD", "REDUCE", "HSDP_ALL_REDUCE"},
         {"SEND_STATE", "RECV_STATE", "VALIDATE", "STEP"},
     ]
-    tables = (kinds.IS_COMPUTE, kinds.IS_TRANSFER, kinds.IS_DATA_PARALLEL, kinds.IS_VALIDATION)
+    tables = (ir.IS_COMPUTE, ir.IS_TRANSFER, ir.IS_DATA_PARALLEL, ir.IS_VALIDATION)
     assert [names(table) for table in tables] == lanes
     assert set.union(*lanes) == set(Kind.__members__)
-    assert names(kinds.HAS_MICROBATCH) == lanes[0] | lanes[1]
+    assert names(ir.HAS_MICROBATCH) == lanes[0] | lanes[1]
 
 
 def test_what_a_kind_does():
-    assert [kinds.READS_WEIGHTS[kind] for kind in (F, B, W, BW)] == [True, True, False, True]
-    assert [kinds.WRITES_GRADS[kind] for kind in (F, B, W, BW)] == [False, False, True, True]
-    assert names(kinds.REPEATED_ON_AGAIN) == {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    assert [ir.READS_WEIGHTS[kind] for kind in (F, B, W, BW)] == [True, True, False, True]
+    assert [ir.WRITES_GRADS[kind] for kind in (F, B, W, BW)] == [False, False, True, True]
+    assert names(ir.REPEATED_ON_AGAIN) == {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
 
 
 def test_the_numbers_are_those_of_saved_plans():
     """Rows of plans, profiles and figures on disk hold kinds by number and name."""
-    assert tuple(kind.name for kind in Kind) == kinds.NAMES
+    assert tuple(kind.name for kind in Kind) == ir.NAMES
     assert [(kind.name, int(kind)) for kind in (Kind.F, Kind.RECV_B, Kind.REDUCE, Kind.STEP)] == [
         ("F", 0),
         ("RECV_B", 7),

@@ -5,8 +5,7 @@ import random
 from collections import Counter
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, WRITES_GRADS
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, WRITES_GRADS, PlanError
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation

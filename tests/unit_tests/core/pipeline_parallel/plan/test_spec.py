@@ -6,8 +6,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
-from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError
-from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL
+from megatron.core.pipeline_parallel.plan.ir import IS_DATA_PARALLEL, Kind, PlanError
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request

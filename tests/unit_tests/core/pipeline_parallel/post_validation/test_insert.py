@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import (
+    IS_COMPUTE,
+    IS_VALIDATION,
     RECV_F,
     SEND_F,
     F,
@@ -16,7 +18,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
     plan_hash,
 )
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE, IS_VALIDATION
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.core.pipeline_parallel.plan.ir import Kind
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Kind
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import costs_of, measured_bubbles
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.request import Request

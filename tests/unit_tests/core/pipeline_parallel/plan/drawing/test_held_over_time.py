@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.plan.passes.add_residency import add_reside
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.sizes import size_text
+from megatron.core.pipeline_parallel.plan.text import size_text
 from tests.harness.measured_runs import lowered
 from tests.harness.unit_stages import asked, model
 from tests.unit_tests.core.pipeline_parallel.plan.held.test_lane_clock import timed

@@ -9,7 +9,6 @@ from megatron.core.pipeline_parallel.plan.drawing.overlay import (
     measured_costs,
     measured_simulation,
 )
-from megatron.core.pipeline_parallel.plan.drawing.svg import beside_svg
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
@@ -17,6 +16,7 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from tools.schedule_picture import beside_svg
 from tools.schedule_text import overlay_figures, overlay_text
 from tools.schedule_trace import overlay_trace
 

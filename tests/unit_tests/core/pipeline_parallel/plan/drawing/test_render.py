@@ -4,13 +4,13 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing.svg import to_svg
 from megatron.core.pipeline_parallel.plan.ir import Plan, parse_row
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from tools.schedule_picture import to_svg
 from tools.schedule_text import to_text
 from tools.schedule_trace import to_trace
 

@@ -6,8 +6,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
-from megatron.core.pipeline_parallel.plan.ir import B, Plan, W, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, B, Plan, W, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.orders import split_trailing

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
-from megatron.core.pipeline_parallel.plan.kinds import IS_COMPUTE
+from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, W
 from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
-from megatron.core.pipeline_parallel.plan.ir import B, F, PlanError, plan_hash, row_texts
-from megatron.core.pipeline_parallel.plan.kinds import IS_DATA_PARALLEL, READS_WEIGHTS
+from megatron.core.pipeline_parallel.plan.ir import (
+    IS_DATA_PARALLEL,
+    READS_WEIGHTS,
+    B,
+    F,
+    PlanError,
+    plan_hash,
+    row_texts,
+)
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation

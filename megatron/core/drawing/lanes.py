@@ -1,0 +1,143 @@
+"""Lanes on one axis of time: boxes of what is done, with idle time between them, and curves of what is held meanwhile
+(floor 0, pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.core.drawing.charts import nice_ticks, tick_text
+from megatron.core.drawing.page import LETTER, WIDE, Key, Picture, element, percent, stretched, text, x_axis
+
+NARROWEST, WIDEST = (
+    280,
+    1040,
+)  # pixels: least widths of a plot, within which the shortest box has room for its text
+_DIGIT = 5.7  # pixels, in a box
+
+Share = Callable[[float], float]  # of the width, from the left, where a time is
+Drawn = tuple[str, str, str]  # labels, stretched paths, texts
+
+
+class Box(NamedTuple):
+    """colour: as CSS has it. text: drawn where there is room. title: under the pointer."""
+
+    start: float
+    end: float
+    colour: str
+    text: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Boxes in one row. gaps: idle time, behind them. heading: of the lanes from here on, instead of boxes."""
+
+    label: str
+    boxes: Sequence[Box] = ()
+    gaps: Sequence[Box] = ()
+    height: int = 20
+    heading: str = ""
+
+    def draw(self, y: float, share: Share, width: float) -> Drawn:
+        """width: of the plot where it is narrowest, in pixels."""
+        titled, plain, said = [], defaultdict[str, list[str]](list), []
+        for box in [*self.gaps, *self.boxes]:
+            left, right = round(WIDE * share(box.start)), round(WIDE * share(box.end))
+            path = f"M{left} {y:g}H{max(right, left + 1)}V{y + self.height:g}H{left}z"
+            if box.title:
+                titled.append(element("path", element("title", box.title), fill=box.colour, d=path))
+            else:
+                plain[box.colour].append(path)
+            if box.text and width * share(box.end - box.start) >= _DIGIT * len(box.text) + 2:
+                style = ' class="gap"' if box.colour.startswith("var(") else ""
+                x, middle = percent(share((box.start + box.end) / 2)), y + self.height / 2 + 3.5
+                said.append(f'<text x="{x}" y="{middle:g}"{style}>{box.text}</text>')
+        behind = (element("path", fill=colour, d="".join(paths)) for colour, paths in plain.items())
+        heading = text(self.heading, "0%", y + self.height - 6, class_="title") if self.heading else ""
+        label = text(self.label, 0, y + self.height / 2 + 4)
+        boxes = element("g", *behind, *titled, class_="bars")
+        return label, boxes, heading + element("g", *said, class_="in")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What is held over time, kinds on top of each other, their sum as a curve. moments: (from this time on, sums of
+    kinds from below). most: what is as high as the strip. limit: a dashed line. said: lines at the end. alarm: the
+    limit is exceeded."""
+
+    label: str
+    moments: Sequence[tuple[float, Sequence[float]]]
+    colours: Sequence[str]
+    most: float
+    end: float
+    limit: float | None = None
+    said: Sequence[str] = ()
+    alarm: bool = False
+    height: int = 48
+
+    def draw(self, y: float, share: Share, width: float) -> Drawn:
+        """As a lane."""
+        base, end, unit = y + self.height, round(WIDE * share(self.end)), (self.height - 4) / self.most
+        points: dict[
+            int, Sequence[float]
+        ] = {}  # of what is within a pixel or so, the most, and behind it the last
+        for at, sums in self.moments:
+            x = round(WIDE * share(at) / 16) * 16
+            points[x] = max(points.get(x, sums), sums, key=lambda one: one[-1])
+            points[x + 8] = sums
+        parts = [element("path", fill="var(--outside)", d=f"M0 {y:g}H{end}V{base:g}H0z")]
+        outline = ""
+        for kind, colour in reversed([*enumerate(self.colours)]):  # what lies above is behind
+            path, before = f"M0 {base:g}", 0.0
+            for x, sums in points.items():
+                if sums[kind] != before:
+                    before = sums[kind]
+                    path += f"H{min(x, end)}V{base - before * unit:.1f}"
+            outline = outline or element("path", class_="held", d=f"{path}H{end}")
+            parts.append(element("path", fill=colour, d=f"{path}H{end}V{base:g}z"))
+        parts.append(outline)
+        if self.limit is not None:
+            parts.append(element("path", class_="limit", d=f"M0 {base - self.limit * unit:.1f}H{WIDE}"))
+        outside = share(self.end) < 0.7  # there is room for words behind the end
+        where = {"dx": 4, "text_anchor": "start"} if outside else {"dx": -4, "text_anchor": "end"}
+        words = [
+            text(
+                line,
+                percent(share(self.end)),
+                y + 11 + 13 * row,
+                class_=f"said{' over' * self.alarm}",
+                **where,
+            )
+            for row, line in enumerate(self.said)
+        ]
+        return text(self.label, 0, y + self.height / 2 + 4), "".join(parts), "".join(words)
+
+
+def lanes(
+    title: str,
+    strips: Sequence[Lane | Stack],
+    *,
+    span: float,
+    time_name: str,
+    keys: Iterable[Key] = (),
+    note: str = "",
+) -> Picture:
+    """Strips under one another on one axis of time from 0 to `span`, wide enough for texts of the shortest boxes."""
+    span = span or 1.0
+    boxes = [box for strip in strips if isinstance(strip, Lane) for box in strip.boxes if box.end > box.start]
+    needs = max((span * (_DIGIT * len(box.text) + 5) / (box.end - box.start) for box in boxes), default=0.0)
+    least = round(min(max(needs, NARROWEST), WIDEST))
+    drawn: list[Drawn] = []
+    y = 2.0
+    for strip in strips:
+        drawn.append(strip.draw(y, lambda at: at / span, least))
+        y += strip.height + (8 if isinstance(strip, Stack) else 3)
+    labels, paths, texts = map("".join, zip(*drawn, strict=True))
+    ticks = [(at / span, tick_text(at)) for at in nice_ticks(0, span, 9) if at <= span * (1 + 1e-9)]
+    grid = (element("line", class_="grid", x1=percent(at), x2=percent(at), y1=0, y2=y) for at, _ in ticks)
+    plot = "".join(grid) + stretched(y, paths) + texts + x_axis(ticks, y, time_name)
+    label_width = 14 + round(LETTER * max(len(strip.label) for strip in strips))
+    return Picture(title, labels, plot, round(y + 36), tuple(keys), label_width, least, note)

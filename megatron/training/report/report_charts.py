@@ -1,0 +1,108 @@
+"""Which charts a report has: curves of metrics.jsonl by subject, of one run or of several."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.core.drawing.charts import LARGEST, Mark, Points, Series, line_chart
+from megatron.core.drawing.page import Picture
+from megatron.core.safe_files import read_text
+from megatron.training.report.run_record import RunRecord, layout
+
+Runs = Sequence[tuple[str, RunRecord]]  # by name; one run has no need of its name
+
+PIPELINE = "Pipeline"
+_MB, _PERCENT = ", MB", ", % of a step"  # at the ends of titles: what values are scaled to
+# A chart a row. tags: a pattern. words: "log", the vertical axis is logarithmic where values span more than a factor of
+# 50; "zero", it starts at 0; "varied", there is a chart only where values change.
+CHARTS = [
+    (row["subject"], row["title"], row["tags"], row["words"])
+    for row in csv.DictReader(
+        read_text(Path(__file__).with_name("charts.csv"), max_bytes=1 << 16, follow=True).splitlines()
+    )
+]
+
+
+def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Picture:
+    """Training losses, raw and smoothed, and those on held-out data. With several runs a colour is a run."""
+    series, windows = [], set[int]()
+    for number, (run_name, run) in enumerate(runs):
+        for place, tag in enumerate([*run.losses, *run.validation_losses]):
+            values, held_out = run.curves[tag], tag in run.validation_losses
+            name, colour = f"{run_name}: {tag}" if run_name else tag, number if run_name else place
+            if (window := smoothing_window(len(values))) and not held_out:
+                windows.add(window)
+                series.append(Series(name, values, pale=True, colour=colour))
+                series.append(Series(f"{name}, smoothed", smoothed(values, window), colour=colour))
+            else:
+                series.append(Series(name, values, points=held_out, colour=colour))
+    over = " or ".join(map(str, sorted(windows)))
+    note = f"Smoothed: means over {over} records around each." if over else ""
+    return line_chart(title, series, marks=_marks(runs), note=note, height=260, hover=hover)
+
+
+def sections(runs: Runs) -> Iterator[tuple[str, list[Picture]]]:
+    """Subjects, each with its charts, but those that no run has values for."""
+    for subject, rows in itertools.groupby(CHARTS, lambda row: row[0]):
+        drawn = (_drawn(title, pattern, words, runs) for _, title, pattern, words in rows)
+        yield subject, [picture for picture in drawn if picture is not None]
+
+
+def smoothing_window(count: int) -> int:
+    """Over how many records a loss is smoothed; 0: it is not, because there are few."""
+    return min(count // 40, 100) * 2 + 1 if count >= 40 else 0
+
+
+def smoothed(values: Points, window: int) -> list[tuple[float, float]]:
+    """Means of what is finite over `window` records, as many before as behind; at both ends over fewer."""
+    finite = [(x, y) for x, y in values if abs(y) <= LARGEST]  # NaN is not
+    ys = [y for _, y in finite]
+    halves = (min(at, window // 2) for at in range(len(ys)))
+    return [
+        (x, statistics.fmean(ys[at - half : at + half + 1]))
+        for at, ((x, _), half) in enumerate(zip(finite, halves, strict=True))
+    ]
+
+
+def _drawn(title: str, pattern: str, words: str, runs: Runs) -> Picture | None:
+    """One chart; planned curves lie pale behind those that were measured."""
+    series: list[Series] = []
+    factor = 1e-6 if title.endswith(_MB) else 100 if title.endswith(_PERCENT) else 1
+    kinds: list[str] = []
+    for number, (name, run) in enumerate(runs):
+        for tag in sorted(tag for tag in run.curves if re.fullmatch(pattern, tag)):
+            planned, measured = (tag.startswith(start) for start in ("planned-", "measured-"))
+            kind = tag.removeprefix("planned-").removeprefix("measured-")
+            kinds += [] if kind in kinds else [kind]
+            values = [(x, y * factor) for x, y in run.curves[tag]] if factor != 1 else run.curves[tag]
+            colour = number if name else kinds.index(kind)
+            series.append(Series(f"{name}: {tag}" if name else tag, values, measured, planned, colour))
+    numbers = [y for one in series for _, y in one.values if abs(y) <= LARGEST]
+    if not series or ("varied" in words and len(set(numbers)) < 2):
+        return None
+    positive = [value for value in numbers if value > 0] if "log" in words else []
+    log_y = bool(positive) and max(positive) > 50 * min(positive)
+    return line_chart(title, series, marks=_marks(runs), log_y=log_y, from_zero="zero" in words)
+
+
+def _marks(runs: Runs) -> list[Mark]:
+    """Of one run: checkpoints, and resumes with the new layout where that has changed."""
+    marks: list[Mark] = []
+    now = ""
+    for event in runs[0][1].events if len(runs) == 1 else ():
+        at = event["iteration"]
+        if event["event"] == "checkpoint":
+            marks.append(Mark(at, "checkpoint", f"checkpoint at iteration {at}: {event.get('path', '')}"))
+        elif event["event"] == "start":
+            before, now = now, layout(event)
+            if before not in ("", now):
+                told = f"resumed after iteration {at}: layout {before} -> {now}"
+                marks.append(Mark(at, "resume", told, f"resumed: {now}"))
+            elif at > 0:
+                marks.append(Mark(at, "resume", f"resumed after iteration {at}", "resumed"))
+    return marks

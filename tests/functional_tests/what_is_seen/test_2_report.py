@@ -1,0 +1,211 @@
+"""The report: charts by subject, the bubble in a chart of its own; timeline and memory; totals; each resume and layout
+change labelled; smoothed loss; two runs compared. One page, light and dark, that asks nobody for anything."""
+
+import json
+import math
+import random
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from tools import report
+
+SVG = "{http://www.w3.org/2000/svg}"
+MODEL = {
+    "seq_length": 128,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "data_parallel_sharding_strategy": "no_shard",
+    "context_parallel_size": 1,
+}
+
+
+def start(at, parameters, *, tp=1, pp=1, world=2, **more):
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    config = {**MODEL, **sizes, "pipeline_schedule": "zbv" if pp > 1 else "1f1b", **more}
+    event = {"event": "start", "iteration": at, "time": 1000.0 + at, "world_size": world}
+    return {**event, "parameters": parameters, "config": config}
+
+
+def steps(first, last, *, slope=1.0):
+    noise = random.Random(first)
+    for at in range(first, last + 1):
+        numbers = {
+            "lm loss": 2 + 4 * math.exp(-slope * at / 30) + noise.uniform(-0.3, 0.3),
+            "grad-norm": 1 + noise.random(),
+            "learning-rate": 1e-3,
+            "iteration-time": 0.5,
+            "tokens-per-second": 2048.0,
+            "throughput": 0.01,
+            "loss-scale": 1.0,
+            "mem-allocated-bytes": 5e7,
+            "planned-bubble": 0.02,
+            "measured-bubble": 0.05,
+        }
+        yield {"iteration": at, "consumed_samples": 8 * at, "time": 1000.0 + at, **numbers}
+
+
+def write(folder, records):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run under three layouts, and one that learns faster on one rank."""
+    folder = tmp_path_factory.mktemp("runs")
+    checkpoint = {"event": "checkpoint", "iteration": 40, "time": 1041.0, "path": "a/iter_0000040"}
+    first = [start(0, 213_568, pp=2), *steps(1, 40), checkpoint]
+    second = [start(40, 213_568), *steps(41, 80), start(80, 213_568, tp=2), *steps(81, 100)]
+    held_out = {"iteration": 100, "consumed_samples": 800, "time": 1101.0, "lm loss validation": 2.1}
+    one = write(folder / "one", [*first, *second, held_out])
+    return one, write(folder / "two", [start(0, 213_568, world=1, lr=0.004), *steps(1, 60, slope=2)])
+
+
+def page_of(*words):
+    """The text of a page, and the page read as XML: every element is closed."""
+    out = words[0] / "page.html"
+    assert report.main([*map(str, words), "--out", str(out)]) == 0
+    text = out.read_text()
+    return text, ET.fromstring(text.removeprefix("<!DOCTYPE html>"))
+
+
+def charts_of(root):
+    return {figure.find("figcaption/b").text: figure for figure in root.iter("figure")}
+
+
+def keys_of(figure):
+    return ["".join(key.itertext()) for key in figure.find("figcaption").iter("span")]
+
+
+@pytest.fixture(scope="module")
+def page(runs):
+    return page_of(runs[0])
+
+
+def test_a_page_is_for_light_and_dark_and_any_width_and_asks_for_nothing(page):
+    text, root = page
+    assert "prefers-color-scheme: dark" in text
+    assert 'content="width=device-width' in text
+    assert "@media (max-width: 600px)" in text
+    assert not re.findall(r"https?:|@import|url\(|<script|<link|<img|<iframe", text)
+    assert not [one for one in root.iter() if {"src", "href", "action"} & set(one.attrib)]
+    for svg in root.iter("svg"):  # a plot is as wide as there is room, and its letters are not scaled
+        assert not svg.get("viewBox") or not list(svg.iter("text"))
+
+
+def test_charts_are_by_subject_and_the_bubble_has_its_own(page):
+    _, root = page
+    charts = charts_of(root)
+    assert [heading.text for heading in root.iter("h2")] == [
+        *("Loss", "Optimization", "Throughput", "Pipeline", "Memory"),
+    ]
+    assert [*charts] == [
+        *(
+            "Loss",
+            "Gradient norm",
+            "Learning rate",
+            "Tokens/s",
+            "Seconds per iteration",
+            "TFLOP/s per device",
+        ),
+        *("Bubble, % of a step", "The step as planned, at equal times of F, B and W", "Device memory, MB"),
+    ]
+    assert keys_of(charts["Bubble, % of a step"]) == ["measured-bubble", "planned-bubble"]
+    titles = [title.text for title in charts["Bubble, % of a step"].iter("title")]
+    assert "iteration 7: measured-bubble 5" in titles
+    assert not any("bubble" in key for key in keys_of(charts["Loss"]))
+    assert "bubble" not in "".join(charts["Loss"].itertext())
+
+
+def test_the_smoothed_loss_is_beside_the_raw(page):
+    loss = charts_of(page[1])["Loss"]
+    assert keys_of(loss) == ["lm loss", "lm loss, smoothed", "lm loss validation"]
+    lines = {group.get("class"): group for group in loss.iter("g")}
+    raw, smooth = (next(lines[name].iter("path")).get("d") for name in ("p0", "s0"))
+
+    def wiggle(path):
+        heights = [float(point.split()[1]) for point in path[1:].split("L")]
+        return sum(abs(a + c - 2 * b) for a, b, c in zip(heights, heights[1:], heights[2:], strict=False))
+
+    assert wiggle(smooth) < 0.3 * wiggle(raw)
+
+
+def test_each_resume_and_layout_change_is_labelled_on_the_charts(page):
+    charts = charts_of(page[1])
+    for name in ("Loss", "Gradient norm", "Tokens/s"):
+        texts = [text.text for text in charts[name].iter("text")]
+        assert {"resumed: DP 2", "resumed: TP 2"} <= {*texts}
+        stories = [title.text for title in charts[name].iter("title")]
+        assert "resumed after iteration 40: layout PP 2, zbv -> DP 2" in stories
+        assert "resumed after iteration 80: layout DP 2 -> TP 2" in stories
+        assert "checkpoint at iteration 40: a/iter_0000040" in stories
+    text = page[0]
+    assert "changed pipeline_model_parallel_size: 2 -&gt; 1, pipeline_schedule: zbv -&gt; 1f1b" in text
+
+
+def test_totals(page):
+    tiles = {
+        tile[0].text: (tile[1].text, tile[2].text) for tile in page[1].find(".//section[@class='tiles']")
+    }
+    assert tiles["parameters"] == ("213.6k", "213,568")
+    assert tiles["tokens"] == ("102.4k", "800 samples")
+    assert tiles["iterations"] == ("100", None)
+    assert tiles["wall time"] == ("0:01:41", "in steps 0:00:50, 3 starts")
+
+
+def test_the_pipelines_timeline_and_memory(page):
+    """Of the newest start with a pipeline: its plan, where the run has left no timeline."""
+    plan = charts_of(page[1])["The step as planned, at equal times of F, B and W"]
+    texts = [text.text for text in plan.iter("text")]
+    assert texts.count("memory") == 2
+    assert {"7", "peak 2", "time: a rank's F takes 1"} <= {*texts}
+    assert "light: second chunk" in keys_of(plan)
+    assert "Bubble 0.00%: the longest that a rank takes" in plan.find("p").text
+
+
+def test_two_runs_compared(runs):
+    text, root = page_of(*runs)
+    charts = charts_of(root)
+    assert keys_of(charts["Loss"])[:2] == ["one: lm loss", "one: lm loss, smoothed"]
+    assert keys_of(charts["Gradient norm"]) == ["one: grad-norm", "two: grad-norm"]
+    fills = [swatch.get("fill") for swatch in charts["Gradient norm"].find("figcaption").iter("rect")]
+    assert fills == ["var(--s0)", "var(--s1)"], "a colour a run"
+    assert {"Smoothed loss over millions of tokens", "Smoothed loss over minutes of steps"} <= set(charts)
+    results, settings = root.iter("table")
+    rows = {row[0].text: [cell.text for cell in row[1:]] for row in [*results, *settings]}
+    assert rows["layout"] == ["TP 2", "1 rank"]
+    assert rows["tokens"] == ["102.4k · 800 samples", "61.44k · 480 samples"]
+    assert rows["lr"] == ["null", "0.004"]
+    assert rows["tensor_model_parallel_size"] == ["2", "1"]
+    assert "seq_length" not in rows, "the same in both"
+    assert not re.findall(r"https?:|<script", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("one", "one"), "a run is given twice"),
+        (("one", "two", "--timeline", "x"), "are of one run"),
+        (("one", "two", "--loss-svg", "x.svg"), "are of one run"),
+        (("one", "missing"), "does not exist"),
+        (("one", "--loss-svg", "x.svg", "--out", "y.html"), "--loss-svg with --out"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(runs, words, told, capsys, monkeypatch):
+    monkeypatch.chdir(runs[0].parent)
+    assert report.main([*words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_loss_alone_is_a_picture_for_documents(runs, tmp_path):
+    out = tmp_path / "loss.svg"
+    assert report.main([str(runs[0]), "--loss-svg", str(out), "--title", "Loss of <one>"]) == 0
+    text = out.read_text()
+    texts = [one.text for one in ET.fromstring(text).iter(f"{SVG}text")]
+    assert {"Loss of <one>", "lm loss, smoothed", "iteration", "resumed: DP 2"} <= {*texts}
+    assert "prefers-color-scheme: dark" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert len(text) < 20_000
