@@ -22,6 +22,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, slack
 
 INFINITY = float("inf")
@@ -103,14 +104,13 @@ class _Rank:
         # From the end of a microbatch's last F here to the arrival of its gradient, and to the end of its last B here.
         self.away = sum(costs.f[last + 1 :]) + sum(costs.b[last + 1 :]) + 2 * sum(latencies[last:])
         self.back = self.away + sum(costs.b[first : last + 1]) + sum(latencies[first:last])
+        self.tail = max(self.down + self.back + self.up, self.back + costs.w[first])
         self.f_pieces = _pieces((costs.activation[one], costs.f[one]) for one in mine)
         self.w_pieces = _pieces((costs.held_after_b[one], costs.w[one]) for one in mine)
-        # A microbatch whose F's are done and whose B's are left of the first chunks up to one: what it holds, its B's
-        # and its W's.
+        # What is left of microbatches whose F's are done: B's and W's of the first chunks up to one, and single W's.
         held = itertools.accumulate(costs.activation[one] for one in mine)
-        backwards = itertools.accumulate(costs.b[one] for one in mine)
-        weights = itertools.accumulate(costs.w[one] for one in mine)
-        self.open = tuple(zip(held, backwards, weights, strict=True))
+        left = itertools.accumulate(costs.b[one] + costs.w[one] for one in mine)
+        self.open_pieces = _pieces([*zip(held, left, strict=True), *self.w_pieces])
         trip = sum(costs.f[first : last + 1]) + sum(latencies[first:last]) + self.away
         every = self.total * sum(costs.f[one] for one in mine)
         self.idle_behind = functools.cache(self._least_idle_behind)
@@ -157,18 +157,16 @@ class _Rank:
         most the x microbatches and a memory full of others were left. Few x leave room for other work but make the
         second figure small, so the least over x of the larger idle time holds always.
         """
-        whole, after_b, after_w = self.open[-1]
-        tail = max(self.down + self.back + self.up, self.back + self.costs.w[self.mine[0]])
+        whole = sum(self.costs.activation[one] for one in self.mine)
         most = min(self.total, int(self.limit / whole)) if whole and self.limit < INFINITY else self.total
         # The warm-up's idle time is over by then if some gradient must have come for all to fit.
         beside = 0.0 if self.total * whole > self.limit else known
 
         def earlier(x: int) -> float:
-            others = _left(self.open, self.w_pieces, self.limit, self.total - x)
-            left = x * self.each + min((self.total - x) * (after_b + after_w), max(map(sum, others)))
+            left = x * self.each + self._others(x, self.limit)
             if left >= self.own:
                 return -INFINITY  # where all may be left, that moment may be before the rank has begun
-            return tail + self.away - left - (0.0 if (self.total - x) * whole > self.limit else known)
+            return self.tail + self.away - left - (0.0 if (self.total - x) * whole > self.limit else known)
 
         # With more of them the first figure only grows, as each takes the place of other work, and the second falls.
         cross = bisect.bisect_left(
@@ -177,31 +175,47 @@ class _Rank:
         figures = (max(self.idle_behind(x) - beside, earlier(x)) for x in (cross, cross + 1) if 0 < x <= most)
         return max(0.0, min(figures, default=0.0))
 
+    def _others(self, x: int, room: float) -> float:
+        """The most work that is left of all microbatches but x, their F's done, within the room."""
+        every = (self.total - x) * sum(self.costs.b[one] + self.costs.w[one] for one in self.mine)
+        return min(every, self._most(self.open_pieces, room, self.total - x))
+
     def _least_idle_behind(self, x: int) -> float:
         """Idle time behind the last F, with x microbatches whose B's are all left: the least over what else is left.
 
         The last B ends once its gradient is back, and not before all other B's and the W's that are put before it;
-        behind it only W's are left, while the ranks above end their B's. So B's fill one wait only;
-        W's both, and as whole ones: what is put before the last B leaves a rest of its wait idle, or delays it.
+        behind it only W's are left, while the ranks above end their B's. So B's fill one wait only; W's both, and as
+        whole ones: what is put before the last B leaves a rest of its wait idle, or delays it.
         """
-        costs, (whole, all_b, all_w) = self.costs, self.open[-1]
-        last_w, lengths = costs.w[self.mine[0]], {costs.w[one] for one in self.mine}
-        least = INFINITY
-        for other_b, other_w in _left(self.open, self.w_pieces, self.limit - x * whole, self.total - x):
-            before, behind = other_b + x * all_b, other_w + x * all_w
-            wait = max(0.0, self.back - before)
-            if len(lengths) == 1 and last_w:
-                count = int(wait / last_w + slack(1.0))
-                fills = [count * last_w, (count + 1) * last_w]
-            else:
-                fills = [wait]
-            for fill in (min(one, behind - last_w) for one in fills):
+        costs, chunks, first = self.costs, len(self.mine), self.mine[0]
+        size, held, b, w = kind = _stage(costs, first)
+        room = self.limit - x * sum(costs.activation[one] for one in self.mine)
+        if any(_stage(costs, one) != kind for one in self.mine):  # too many ways to choose among them
+            return (
+                self.tail - x * sum(costs.b[one] + costs.w[one] for one in self.mine) - self._others(x, room)
+            )
+        least, free = INFINITY, (self.total - x) * chunks
+        # B's with their W's are left of so many stages of other microbatches; of the rest as many W's as fit beside.
+        fit = min(free, int(room / size + slack(1.0))) if size and room < INFINITY else free
+        for count in range(fit, -1, -1):
+            rest = max(0.0, room - count * size)
+            alone = (
+                min(free - count, int(rest / held + slack(1.0))) if held and rest < INFINITY else free - count
+            )
+            before, behind = (x * chunks + count) * b, (x * chunks + count + alone) * w
+            whole_ones = int(max(0.0, self.back - before) / w + slack(1.0)) if w else 0
+            for fill in (min(whole_ones * w, behind - w), min((whole_ones + 1) * w, behind - w)):
                 end = max(self.back, before + fill)
-                to_end = max(last_w, behind - fill)
-                if self.up:
-                    to_end = max(to_end, self.down + self.up)
+                to_end = max(behind - fill, self.down + self.up if self.up else 0.0)
                 least = min(least, end + to_end - before - behind)
+            if least <= 0:
+                break
         return least
+
+
+def _stage(costs: CostModel, stage: int) -> tuple[float, float, float, float]:
+    """What F and B leave there, and how long B and W take."""
+    return costs.activation[stage], costs.held_after_b[stage], costs.b[stage], costs.w[stage]
 
 
 Piece = tuple[float, float]  # what it holds, what it has of work
@@ -235,31 +249,6 @@ def _packed(pieces: tuple[Piece, ...], room: float, most: int, beat: float) -> f
             break
         beat = max(beat, here + _packed(rest, left, most - count, beat - here))
     return beat
-
-
-@functools.lru_cache(maxsize=4096)
-def _left(
-    kinds: tuple[tuple[float, float, float], ...], w_pieces: tuple[Piece, ...], room: float, most: int
-) -> tuple[tuple[float, float], ...]:
-    """The B's and the W's, in time, that can be left of `most` microbatches within the room; to each time of B's the
-    most of W's. Each microbatch is of one kind (held, B's, W's), or only some of its W's are left."""
-    found: dict[float, float] = {}
-    all_w, chunks = kinds[-1][2], len(kinds)
-
-    def choose(place: int, room: float, free: int, chosen: tuple[float, float, int]) -> None:
-        b, w, single = chosen  # and how many W's of the chosen ones may wait alone, behind their B's
-        if place < 0:
-            alone = most_work(w_pieces, room, free * chunks + single)
-            found[b] = max(found.get(b, 0.0), w + alone)
-            return
-        held, this_b, this_w = kinds[place]
-        count = min(free, int(room / held + slack(1.0))) if held and room < INFINITY else free
-        for n in range(count + 1):
-            after = (b + n * this_b, w + n * this_w, single + n * (chunks - 1 - place))
-            choose(place - 1, max(0.0, room - n * held), free - n, after)
-
-    choose(chunks - 1, room, most, (0.0, 0.0, 0))
-    return tuple((b, min(w, most * all_w)) for b, w in found.items())
 
 
 def _first_gradient(
