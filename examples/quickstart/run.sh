@@ -3,6 +3,7 @@
 # them 2 data parallel ranks that share weights, gradients and optimizer states), resume, report, sample.
 # `make quickstart` runs it in the project's own environment. RUN_DIR names the folder for everything it writes.
 set -euo pipefail
+export OMP_NUM_THREADS=1  # one thread a rank: four ranks share the cores
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 RUN_DIR=${RUN_DIR:-runs/quickstart}
