@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from megatron.core.drawing.page import Picture
@@ -15,10 +16,18 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.training.report.run_record import RunRecord, at_least_1
+from megatron.training.report.run_record import SIZES, RunRecord, at_least_1
 from tools.schedule_picture import MOST_BOXES, HeldCurves, plan_picture
 
 RANKS = "pipeline_model_parallel_size"
+# With one of these the run's plan is more than its schedule's, and only --timeline has it.
+_OWN_PLAN = (
+    "pipeline_schedule_file",
+    "pipeline_memory_limit",
+    "rank_memory_limit",
+    "rampup_batch_size",
+    "microbatch_group_size_per_vp_stage",
+)
 
 
 def measured_step(timeline: Path) -> Picture:
@@ -41,7 +50,7 @@ def measured_step(timeline: Path) -> Picture:
 
 def planned_step(run: RunRecord) -> Picture | None:
     """The plan of the run's last start with more than one pipeline rank, at equal times of F, B and W. None where there
-    is none, or the record does not say which."""
+    is none, or the record does not say which: a report shows no other plan than the run's."""
 
     def count(name: str) -> int:
         return at_least_1(config.get(name))
@@ -51,10 +60,11 @@ def planned_step(run: RunRecord) -> Picture | None:
         return None
     config = start["config"]
     ranks, chunks = count(RANKS), count("num_virtual_stages_per_pipeline_rank")
-    peers = at_least_1(start.get("world_size")) // (ranks * count("tensor_model_parallel_size"))
+    peers = at_least_1(start.get("world_size")) // math.prod(map(count, SIZES))
     microbatches = count("global_batch_size") // (count("micro_batch_size") * max(peers, 1))
     name = config.get("pipeline_schedule")
-    if name not in SCHEDULES or ranks * chunks * microbatches > MOST_FORWARDS:
+    is_own = any(config.get(setting) is not None for setting in _OWN_PLAN)
+    if is_own or name not in SCHEDULES or ranks * chunks * microbatches > MOST_FORWARDS:
         return None
     try:
         plan = build_plan(name, Request(ranks, microbatches, chunks if chunks > 1 else None))

@@ -19,7 +19,7 @@ MAX_CURVES = 1000
 MAX_METRICS_BYTES = 1 << 32
 _HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
 _NO_LOSS = re.compile(rf"-time$|^(planned|measured)-|{_HELD_OUT.pattern}")
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 class Curve(Sequence[tuple[int, float]]):
@@ -127,7 +127,7 @@ def read_run(metrics_path: str | Path) -> RunRecord:
 def layout(start: Mapping[str, Any]) -> str:
     """How a start spread the run over ranks: "PP 2, DP 2, zbv, optim_grads_params"."""
     config = start.get("config", {})
-    sizes = [at_least_1(config.get(name)) for name in _SIZES]
+    sizes = [at_least_1(config.get(name)) for name in SIZES]
     sizes.append(at_least_1(start.get("world_size")) // math.prod(sizes))
     named = [f"{name} {size}" for name, size in zip(("TP", "PP", "CP", "DP"), sizes, strict=True) if size > 1]
     if sizes[1] > 1 and (schedule := config.get("pipeline_schedule")):

@@ -166,6 +166,14 @@ def test_the_pipelines_timeline_and_memory(page):
     assert "Bubble 0.00%: the longest that a rank takes" in plan.find("p").text
 
 
+@pytest.mark.parametrize("setting", [{"rank_memory_limit": 2**30}, {"rampup_batch_size": [4, 4, 100]}])
+def test_no_other_plan_than_the_runs_is_drawn(tmp_path, setting):
+    """What the schedule's name alone does not say is in --timeline only."""
+    run = write(tmp_path / "limited", [start(0, 213_568, pp=2, **setting), *steps(1, 5)])
+    text, _ = page_of(run)
+    assert "The step as planned" not in text
+
+
 def test_of_many_timers_the_longest_are_drawn_and_the_others_named(tmp_path):
     timers = {f"phase-{number}-time": float(number) for number in range(8)}
     records = [{"iteration": at, "lm loss": 2.0, **timers} for at in (1, 2)]
