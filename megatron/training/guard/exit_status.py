@@ -138,8 +138,9 @@ def leave_exit_json(directory: str | Path | None, record: ExitRecord) -> None:
             _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}")
 
 
-def tell_launcher(error_file: str | None, status: ExitStatus, text: str) -> None:
-    """Leave the text where torchrun looks (`LaunchEnv.error_file`): it then ends its own report with it.
+def tell_launcher(error_file: str | None, status: ExitStatus, text: str) -> bool:
+    """Leave the text where torchrun looks (`LaunchEnv.error_file`): it then ends its own report with it. False where
+    there is no such place.
 
     It takes the earliest failure of a machine for the cause, in whole seconds: a rank that knows a reason of its own is
     dated before those that have lost a peer or were ended by the launcher.
@@ -149,6 +150,8 @@ def tell_launcher(error_file: str | None, status: ExitStatus, text: str) -> None
         extra = {"py_callstack": f"\n{text}", "timestamp": str(seconds)}
         with contextlib.suppress(OSError):
             publish_text(error_file, json.dumps({"message": {"message": text, "extraInfo": extra}}))
+            return True
+    return False
 
 
 def read_exit_json(directory: str | Path) -> ExitRecord | None:

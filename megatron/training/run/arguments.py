@@ -141,12 +141,12 @@ def _refuse(
 
 
 def _speak(text: str, env: LaunchEnv, status: ExitStatus) -> None:
-    """Print for the ranks of this machine. One that is not the first speaks only if it is still there after the grace:
-    then it alone was refused."""
+    """Tell for the ranks of this machine, once: torchrun prints what is left for it. One that is not the first speaks
+    only if it is still there after the grace: then it alone was refused."""
     if env.local_rank != 0:
         time.sleep(SPEAKER_GRACE_S)
-    print(text, file=sys.stderr, flush=True)
-    tell_launcher(env.error_file, status, text)
+    if not tell_launcher(env.error_file, status, text):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _refuse_checkpoint(
