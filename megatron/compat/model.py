@@ -36,15 +36,10 @@ _FLAG_OF = {  # Megatron's fields and arguments, where the flag has another name
 }
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
-_OF_MODEL = {
-    "params_dtype": torch.float32,
-    "bf16": False,
-    "fp16": False,
-    "seed": 1234,
-    "num_query_groups": None,
+_MORE_OF_MODEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "num_query_groups")) | {
+    **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
+    **{"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
 }
-_OF_MODEL |= {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}
-_OF_MODEL |= dict.fromkeys(("finalize_model_grads_func", "grad_scale_func"))
 _NO_EFFECT = (
     "pipeline_dtype batch_p2p_comm no_sync_func grad_sync_func param_sync_func timers bias_dropout_fusion "
     "masked_softmax_fusion persist_layer_norm average_in_collective"
@@ -63,10 +58,8 @@ class ConfigFields:
             entry, value = flag_table().get(one.name), getattr(self, one.name)
             if entry is None or value in (None, False, one.default) or one.name in (*_NO_EFFECT, *_FLAG_OF):
                 continue
-            told, allowed = (
-                f"{type(self).__name__}({one.name}={value!r})",
-                entry.neutral + (entry.allowed or ()),
-            )
+            told = f"{type(self).__name__}({one.name}={value!r})"
+            allowed = entry.neutral + (entry.allowed or ())
             if entry.state is FlagState.INERT:
                 warnings.warn(f"{told} has no effect: {entry.why}", stacklevel=4)
             elif str(value) not in allowed and (entry.state is FlagState.UNSUPPORTED or entry.allowed):
@@ -89,10 +82,10 @@ def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
     return dataclasses.make_dataclass(name, fields, bases=(ConfigFields,), namespace={"__module__": __name__})
 
 
-_OF_OPTIMIZER = dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather"))
-TransformerConfig = _config_class("TransformerConfig", ModelParallelConfig, ModelFlags, **_OF_MODEL)
+_MORE_OF_OPTIMIZER = dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather"))
+TransformerConfig = _config_class("TransformerConfig", ModelParallelConfig, ModelFlags, **_MORE_OF_MODEL)
 DistributedDataParallelConfig = _config_class("DistributedDataParallelConfig", EngineFlags)
-OptimizerConfig = _config_class("OptimizerConfig", OptimizerFlags, **_OF_OPTIMIZER)
+OptimizerConfig = _config_class("OptimizerConfig", OptimizerFlags, **_MORE_OF_OPTIMIZER)
 
 
 def core_transformer_config_from_args(args: Any, config_class: Any = TransformerConfig) -> Any:
@@ -130,7 +123,8 @@ class GPTModelOfSpec(GPTModel):
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
     padded to a multiple of the tensor parallel size. others: fields of the model that Megatron takes here. Raises
-    ValueError for layers and an activation that are not here, TypeError for other arguments.
+    ValueError for layers and an activation that are not here, and for sizes other than mpu's; TypeError for other
+    arguments.
     """
 
     def __init__(
@@ -158,6 +152,14 @@ class GPTModelOfSpec(GPTModel):
             flags[flag] = True
         dtype = torch.bfloat16 if config.bf16 else torch.half if config.fp16 else config.params_dtype
         ps = parallel_state.current()
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        if (
+            tp not in (1, ps.tp_size) or pp != ps.pp_size
+        ):  # Megatron's quickstart says the first one to mpu alone
+            raise ValueError(
+                f"TransformerConfig has tensor_model_parallel_size={tp}, pipeline_model_parallel_size={pp}, "
+                f"initialize_model_parallel was told {ps.tp_size} and {ps.pp_size}: give both the same"
+            )
         stages = split_stages(config.group(ModelParallelConfig), config.num_layers, chunks=1)
         flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)
         flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
