@@ -17,23 +17,16 @@ def names_table() -> str:
 
     lines = ["| import path | names | not here |", "|---|---|---|"]
     for path, rows in itertools.groupby(sorted(table(), key=_by_path), key=_by_path):
-        here, refused = [], {}
+        here, refused, like = [], {}, set()
         for row in rows:
-            if row["instead"]:
+            if row["like"] != path:
+                like.add(f"as `{row['like']}`")
+            elif row["instead"]:
                 refused.setdefault(row["instead"], []).append(row["name"])
-            elif row["name"] == "*":
-                here += importlib.import_module(row["home"]).__all__
             else:
-                here.append(row["name"])
-        cells = (
-            _listed(here),
-            "; ".join(f"{_listed(names)}: {why}".lstrip(": ") for why, names in refused.items()),
-        )
-        package = path.rpartition(".")[0]
-        if any(row["path"] == path and row["like"] for row in table()):
-            own = {row["name"] for row in table() if row["path"] == path and not row["like"]}
-            cells = ", ".join(filter(None, [_listed(own), f"as `{package}`"])), ""
-        lines.append(f"| `{path}` | {cells[0]} | {cells[1]} |")
+                here += [row["name"]] if row["name"] != "*" else importlib.import_module(row["home"]).__all__
+        told = "; ".join(f"{_listed(names)}: {why}".lstrip(": ") for why, names in refused.items())
+        lines.append(f"| `{path}` | {', '.join(filter(None, [_listed(here), *like]))} | {told} |")
     return "\n".join(lines) + "\n"
 
 

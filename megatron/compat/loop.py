@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.compat.model import refuse_settings_of_pretrain
 from megatron.compat.parallel_state import current
 from megatron.core.distributed import data_parallel_config
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -28,33 +29,12 @@ from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport import collectives
-from megatron.training.config.config import FIELDS
 from megatron.training.report.step_metrics import ForwardStep, evaluate_loss, loss_to_differentiate
 from megatron.training.run.data import StepBatches
 
 # By model: what moves its hidden states, and how many steps it has been trained, which key dropout.
 _CHANNELS: weakref.WeakKeyDictionary[nn.Module, P2P] = weakref.WeakKeyDictionary()
 STEPS_TRAINED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_OF_PRETRAIN = (  # settings that a loop of one's own has no use for
-    "pipeline_schedule pipeline_schedule_file pipeline_memory_limit rank_memory_limit enable_zero_bubble "
-    "zero_bubble_v_schedule enable_1f1b_v interleave_group_size num_virtual_stages_per_pipeline_rank "
-    "num_layers_per_virtual_pipeline_stage enable_optimizer_post_validation data_parallel_sharding_strategy "
-    "use_custom_fsdp fsdp_unit_modules fsdp_double_buffer fsdp_reshard_policy fsdp_memory_budget fsdp_debug "
-    "log_fsdp_ledger suggested_communication_unit_size outer_dp_sharding_strategy enable_full_sharding_in_hsdp "
-    "check_weight_hash_across_dp_replicas_interval"
-).split()
-_HAS = {"pipeline_schedule": (None, "1f1b"), "data_parallel_sharding_strategy": ("no_shard", "optim")}
-
-
-def refuse_settings_of_pretrain(given: Mapping[str, Any]) -> None:
-    """given: by the names of flags. Raises ValueError for what is not of a loop of one's own."""
-    asked = {name: given[name] for name in _OF_PRETRAIN if name in given}
-    allowed = {name: _HAS.get(name, (FIELDS[name][1].default,)) for name in asked}
-    if refused := [name.replace("_", "-") for name, value in asked.items() if value not in allowed[name]]:
-        raise ValueError(
-            f"--{', --'.join(refused)}: a loop of one's own runs 1F1B and shards the optimizer; use pretrain(), "
-            "megatron.core.distributed.custom_fsdp.fully_shard for sharded weights, or leave it out"
-        )
 
 
 def unwrap_model(model: Any) -> Any:

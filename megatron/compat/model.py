@@ -1,7 +1,8 @@
 """Megatron's configuration classes, its layer spec, and `GPTModel` with its own arguments.
 
 A field that is a flag of Megatron's has the verdict of the flag table: without effect (a warning), or refused with what
-to use. A name that no release knows is a TypeError, as with every dataclass.
+to use. `fields.csv`: fields with other names than their flags, those of what is done otherwise here, and settings that
+only pretrain() has a use for. A name that no release knows is a TypeError, as with every dataclass.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.compat import parallel_state
+from megatron.compat.names import rows_of
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -23,27 +26,31 @@ from megatron.core.models.gpt.stage_layers import split_stages
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.model_config import TransformerConfig as ModelFlags
+from megatron.training.config.config import FIELDS
 from megatron.training.config.flag_table import FlagState, flag_table
 
-_FLAG_OF = {  # Megatron's fields and arguments, where the flag has another name
-    "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "num_moe_experts": "num_experts",
-    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-    "bucket_size": "ddp_bucket_size",
-    "rope_scaling": "use_rope_scaling",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-}
+_FIELDS = rows_of("fields.csv")
+_FLAG_OF = {row["field"]: row["flag"] for row in _FIELDS if row["flag"]}
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
 _MORE_OF_MODEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "num_query_groups")) | {
     **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
     **{"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
 }
-_NO_EFFECT = (
-    "pipeline_dtype batch_p2p_comm no_sync_func grad_sync_func param_sync_func timers bias_dropout_fusion "
-    "masked_softmax_fusion persist_layer_norm average_in_collective"
-).split()
+_NO_EFFECT = [row["field"] for row in _FIELDS if row["verdict"] == "no effect"]
+
+
+def refuse_settings_of_pretrain(given: Mapping[str, Any]) -> None:
+    """given: by the names of flags. Raises ValueError for what is not of a loop of one's own."""
+    allowed = {row["field"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
+    asked = {
+        name: value for name, value in given.items() if name in allowed and value != FIELDS[name][1].default
+    }
+    if refused := [name.replace("_", "-") for name, value in asked.items() if value != allowed[name]]:
+        raise ValueError(
+            f"--{', --'.join(refused)}: a loop of one's own runs 1F1B and shards the optimizer; use pretrain(), "
+            "megatron.core.distributed.custom_fsdp.fully_shard for sharded weights, or leave it out"
+        )
 
 
 class ConfigFields:

@@ -22,17 +22,19 @@ from megatron.core.safe_files import read_text
 _LISTED = "docs/megatron_compat.md lists the names of Megatron's that are"
 
 
+def rows_of(name: str) -> list[dict[str, str]]:
+    """Of a table of this package."""
+    return list(csv.DictReader(read_text(Path(__file__).with_name(name), max_bytes=1 << 20).splitlines()))
+
+
 @functools.cache
 def table() -> list[dict[str, str]]:
-    """The rows; those that stand for another path's are these."""
-    text = read_text(Path(__file__).with_name("names.csv"), max_bytes=1 << 20)
-    rows = [{**row, "like": ""} for row in csv.DictReader(text.splitlines())]
-    alike = {
-        row["path"]: [one for one in rows if one["path"] == row["home"]] for row in rows if row["name"] == "*"
-    }
-    named = [row for row in rows if row["name"] != "*" or not alike[row["path"]]]
-    return named + [
-        {**row, "path": path, "like": row["path"]} for path, of_home in alike.items() for row in of_home
+    """The rows; in place of one that stands for another path's, these. like: the path that has them itself."""
+    own = rows_of("names.csv")
+    return [
+        {**one, "path": row["path"], "like": one["path"]}
+        for row in own
+        for one in [one for one in own if row["name"] == "*" and one["path"] == row["home"]] or [row]
     ]
 
 

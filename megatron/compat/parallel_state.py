@@ -1,4 +1,5 @@
-"""Megatron's `parallel_state` (`mpu`): one process-wide grid of ranks, asked by the functions of `_ANSWERS`.
+"""Megatron's `parallel_state` (`mpu`): one process-wide grid of ranks, asked by the functions of
+`getters.csv`: their names, a purpose of `rank_grid` (none: a rank is alone), and what of its group is the answer.
 
 `partial_data_parallel` is of the ranks of one distributed optimizer instance. Their other arguments, such as
 `with_context_parallel`, are without effect: no other axis has several kinds of groups.
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.compat.names import rows_of
 from megatron.core.device import device_in_use
 from megatron.core.transport import parallel_state as ours
 from megatron.core.transport.parallel_state import Group, ParallelState
@@ -74,19 +76,7 @@ def _process_group(group: Group) -> dist.ProcessGroup | None:
 
 
 _Read = Callable[[Group], Any]
-# By axis: the purpose of its group, "" where a rank is alone, and what Megatron asks of it.
-_AXES = {
-    "tensor_model_parallel": ("tp", "world_size rank group src_rank global_ranks"),
-    "pipeline_model_parallel": ("pp", "world_size rank group first_rank last_rank next_rank prev_rank"),
-    "data_parallel": ("dp", "world_size rank group src_rank"),
-    "model_parallel": ("mp", "group src_rank"),
-    "embedding": ("embedding", "group"),
-    "context_parallel": ("", "world_size rank group global_ranks"),
-    "expert_model_parallel": ("", "world_size rank group"),
-    "expert_tensor_parallel": ("tp", "world_size rank group"),
-    "expert_data_parallel": ("dp", "world_size rank group"),
-}
-_OF_AXIS: dict[str, _Read] = {
+_READ: dict[str, _Read] = {  # what is asked of a group
     "world_size": lambda group: group.size,
     "rank": lambda group: group.rank,
     "group": _process_group,
@@ -96,18 +86,10 @@ _OF_AXIS: dict[str, _Read] = {
     "last_rank": lambda group: group.ranks[-1],
     "next_rank": lambda group: group.ranks[(group.rank + 1) % group.size],
     "prev_rank": lambda group: group.ranks[group.rank - 1],
-}
-# By name: a purpose, and what of its group is the answer.
-_ANSWERS: dict[str, tuple[str, _Read]] = {
-    "is_pipeline_first_stage": ("pp", lambda group: group.rank == 0),
-    "is_pipeline_last_stage": ("pp", lambda group: group.rank == group.size - 1),
-    "is_rank_in_embedding_group": ("pp", lambda group: group.rank in (0, group.size - 1)),
-    "get_virtual_pipeline_model_parallel_rank": ("pp", lambda group: None),
-    "get_virtual_pipeline_model_parallel_world_size": ("pp", lambda group: None),
-} | {
-    f"get_{axis}_{what}": (of, _OF_AXIS[what])
-    for axis, (of, asked) in _AXES.items()
-    for what in asked.split()
+    "is_first": lambda group: group.rank == 0,
+    "is_last": lambda group: group.rank == group.size - 1,
+    "is_end": lambda group: group.rank in (0, group.size - 1),
+    "nothing": lambda group: None,
 }
 
 
@@ -121,5 +103,6 @@ def _getter(purpose: str, read: _Read) -> Callable[..., Any]:
     return get
 
 
-globals().update({name: _getter(*answer) for name, answer in _ANSWERS.items()})
-__all__ = ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized", *_ANSWERS]
+_GETTERS = {row["name"]: _getter(row["purpose"], _READ[row["what"]]) for row in rows_of("getters.csv")}
+globals().update(_GETTERS)
+__all__ = ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized", *_GETTERS]

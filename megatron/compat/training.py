@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.compat.loop import STEPS_TRAINED, DataParallelModel, refuse_settings_of_pretrain, unwrap_model
-from megatron.compat.model import ShardedStateDict
+from megatron.compat.loop import STEPS_TRAINED, DataParallelModel, unwrap_model
+from megatron.compat.model import ShardedStateDict, refuse_settings_of_pretrain
 from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
 from megatron.core.dist_checkpointing.files import CheckpointError
@@ -83,11 +84,8 @@ def init_num_microbatches_calculator(
 
 def update_num_microbatches(consumed_samples: int, *_: Any, **__: Any) -> None:
     """So many samples have been trained on."""
-    schedule = global_vars.get_batch_schedule()
-    global_vars.provide(
-        num_microbatches=lambda: schedule.num_microbatches(int(consumed_samples)),
-        global_batch_size=lambda: schedule.global_batch_size(int(consumed_samples)),
-    )
+    names, schedule = ("num_microbatches", "global_batch_size"), global_vars.get_batch_schedule()
+    global_vars.provide(**{name: partial(getattr(schedule, name), int(consumed_samples)) for name in names})
 
 
 def get_micro_batch_size() -> int:
