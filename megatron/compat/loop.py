@@ -66,9 +66,7 @@ def forward_backward(
     (wrapped, *more), (batches, *_) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
     if more or config.calculate_per_token_loss or named.get("collect_non_loss_data"):
-        raise ValueError(
-            "get_forward_backward_func: one chunk a rank and means of losses only, see pretrain()"
-        )
+        raise ValueError("get_forward_backward_func: one chunk a rank, means of losses only; use pretrain()")
     forward_only, ends, reports = named.get("forward_only", False), ps.pp_rank == ps.pp_size - 1, []
     channel, step = _CHANNELS.setdefault(wrapped, P2P(ps)), STEPS_TRAINED.get(inner, 0)
     STEPS_TRAINED[inner] = step + (not forward_only)
@@ -227,9 +225,7 @@ class ModelOptimizer:
         self.scaler.load_state(state["scaler"])
 
 
-def get_megatron_optimizer(
-    config: Any, model_chunks: Sequence[nn.Module], *conditions: Any, **named: Any
-) -> ModelOptimizer:
+def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *conditions: Any, **named: Any) -> Any:
     """Of one wrapped model; use_gloo_process_groups is without effect. Raises ValueError for more, and for conditions
     by parameter."""
     first, *more = model_chunks

@@ -113,9 +113,7 @@ def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
     """The layers of this framework. Raises ValueError for experts and latent attention."""
     named.pop("qk_layernorm", None)  # the configuration's
     if any(given) or any(named.values()):
-        raise ValueError(
-            f"get_gpt_layer_local_spec({given or named}): planned, docs/roadmap.md; leave it out"
-        )
+        raise ValueError(f"get_gpt_layer_local_spec({given or named}): docs/roadmap.md; leave it out")
     return ModuleSpec()
 
 
@@ -130,8 +128,7 @@ class GPTModelOfSpec(GPTModel):
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
     padded to a multiple of the tensor parallel size. others: fields of the model that Megatron takes here. Raises
-    ValueError for layers and an activation that are not here, and for sizes other than mpu's; TypeError for other
-    arguments.
+    ValueError for layers and an activation that are not here, and sizes other than mpu's; TypeError for other names.
     """
 
     def __init__(
@@ -160,9 +157,7 @@ class GPTModelOfSpec(GPTModel):
         dtype = torch.bfloat16 if config.bf16 else torch.half if config.fp16 else config.params_dtype
         ps = parallel_state.current()
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-        if (
-            tp not in (1, ps.tp_size) or pp != ps.pp_size
-        ):  # Megatron's quickstart says the first one to mpu alone
+        if tp not in (1, ps.tp_size) or pp != ps.pp_size:  # Megatron's quickstart tells mpu alone of tp
             raise ValueError(
                 f"TransformerConfig has tensor_model_parallel_size={tp}, pipeline_model_parallel_size={pp}, "
                 f"initialize_model_parallel was told {ps.tp_size} and {ps.pp_size}: give both the same"
@@ -196,9 +191,8 @@ class GPTModelOfSpec(GPTModel):
         """For `dist_checkpointing.save` and `load`."""
         state, named = ShardedStateDict(), dict(self.named_parameters())
         state.update({prefix + name: one for name, one in named.items()})
-        state.pieces = [
-            p for name, meta in self.param_meta.items() for p in pieces_of("model", meta, named[name])
-        ]
+        of = self.param_meta.items()
+        state.pieces = [piece for name, meta in of for piece in pieces_of("model", meta, named[name])]
         return state
 
 

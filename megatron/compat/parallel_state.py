@@ -41,7 +41,7 @@ def initialize_model_parallel(
     world. Raises ValueError where sizes do not divide the world, and for parallelism of other kinds."""
     if asked := {k: v for k, v in [*enumerate(others, 3), *named.items()] if v not in (None, 0, 1)}:
         raise ValueError(
-            f"initialize_model_parallel({asked}): not here, only tensor, pipeline and data parallelism"
+            f"initialize_model_parallel({asked}): here is tensor, pipeline, data parallelism alone"
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
     _Process.ps = ours.make_parallel_state(
@@ -75,12 +75,10 @@ def _process_group(group: Group) -> dist.ProcessGroup | None:
     return group.process_group
 
 
-_Read = Callable[[Group], Any]
-_READ: dict[str, _Read] = {  # what is asked of a group
+_READ: dict[str, Callable[[Group], Any]] = {  # what is asked of a group
     "world_size": lambda group: group.size,
     "rank": lambda group: group.rank,
     "group": _process_group,
-    "src_rank": lambda group: group.ranks[0],
     "global_ranks": lambda group: list(group.ranks),
     "first_rank": lambda group: group.ranks[0],
     "last_rank": lambda group: group.ranks[-1],
@@ -93,7 +91,7 @@ _READ: dict[str, _Read] = {  # what is asked of a group
 }
 
 
-def _getter(purpose: str, read: _Read) -> Callable[..., Any]:
+def _getter(purpose: str, read: Callable[[Group], Any]) -> Callable[..., Any]:
     def get(_: Any = None, partial_data_parallel: Any = False, **__: Any) -> Any:
         ps = current()
         alone = Group("alone", (ps.rank,), 0, ps.device.backend, None, ps.device, ours.DEFAULT_TIMEOUT)

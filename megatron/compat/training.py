@@ -40,14 +40,12 @@ def initialize_megatron(
     """
     if ignore_unknown_args:
         raise ValueError("ignore_unknown_args: declare such flags by extra_args_provider instead")
-    config = launch_config(
-        extra_args_provider=extra_args_provider, args_defaults=args_defaults, needs_data=False
-    )
+    provider, defaults = extra_args_provider, args_defaults
+    config = launch_config(extra_args_provider=provider, args_defaults=defaults, needs_data=False)
     refuse_settings_of_pretrain(config.flat())
     env, parallel, training = LaunchEnv.read(), config.parallel, config.training
-    here = device.current_device(
-        env.local_rank, kind="cpu" if parallel.distributed_backend == "gloo" else None
-    )
+    kind = "cpu" if parallel.distributed_backend == "gloo" else None
+    here = device.current_device(env.local_rank, kind=kind)
     device.set_threads(env.local_world_size, threads=training.threads_per_rank)
     if not torch.distributed.is_initialized():
         init_process_group(here, rank=env.rank, world_size=env.world_size)
@@ -57,14 +55,11 @@ def initialize_megatron(
     initialize_model_parallel(*sizes, order=config.rank_order, **more)
     for sow in (random.seed, np.random.seed, torch.manual_seed):
         sow(training.seed + 100 * current().pp_rank)
-    global_vars.set_global_variables(
-        {**config.flat(), **config.extra}, rank=env.rank, world_size=env.world_size
-    )
+    args = {**config.flat(), **config.extra}
+    global_vars.set_global_variables(args, rank=env.rank, world_size=env.world_size)
     global_vars.provide(config=config, device=here, tokenizer=build_from_config(config.tokenizer))
-    batch = training.rampup_batch_size, training.global_batch_size, training.micro_batch_size
-    init_num_microbatches_calculator(
-        env.rank, *batch, current().dp_size, training.decrease_batch_size_if_needed
-    )
+    global_vars.provide(batch_schedule=config.batch_schedule())
+    update_num_microbatches(0)
 
 
 def init_num_microbatches_calculator(
