@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
-from megatron.core.words import size_text
+from megatron.core.transformer.model_config import ACTIVATIONS
+from megatron.core.words import counted, size_text
 from megatron.training.report.metrics_file import read_metrics
+from megatron.training.report.run_record import layout
 
 LOSS, HELD_OUT = "lm loss", "lm loss validation"
 _LAYER = re.compile(r"(.*\.layers\.)([0-9]{1,6})(\..*)")
-_UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
-_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "squared_relu", "openai_gelu", "quick_gelu")
+_SIZES = {  # by the axis in a manifest, the setting
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
 
 
 def summary(found: Found) -> dict[str, Any]:
@@ -28,6 +33,7 @@ def summary(found: Found) -> dict[str, Any]:
     config: Mapping[str, Any] = stated if isinstance(stated, dict) else {}
     weights = {name: one for name, one in manifest.tensors.items() if name.startswith("model.")}
     length = config.get("seq_length")
+    sizes = {setting: manifest.topology.get(axis, 1) for axis, setting in _SIZES.items()}
     loss, why = _losses(found.directory.parent / "metrics.jsonl", manifest.iteration)
     return {
         "model": _model(config),
@@ -39,27 +45,26 @@ def summary(found: Found) -> dict[str, Any]:
         "train_iters": config.get("train_iters"),
         **loss,
         "losses_unknown": why,
-        "layout": _layout(config, manifest.topology),
+        "layout": layout({"world_size": manifest.world_size, "config": {**config, **sizes}}),
     }
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
     """Of what `inspect_checkpoint.describe` has found."""
     told = facts["summary"]
-    layout = " ".join(f"{axis}={size}" for axis, size in facts["topology"].items() if size > 1)
-    ranks = "1 rank" if facts["world_size"] == 1 else f"{facts['world_size']} ranks"
+    ranks = counted(facts["world_size"], "rank")
     samples, length, ends = facts["consumed_train_samples"], told["seq_length"], told["train_iters"]
     seen = "not known: no sequence length is stated"
     if told["tokens"] is not None:
-        seen = f"{_count(told['tokens'])}: {samples:,} samples of {length:,}"
+        seen = f"{told['tokens']:,}: {counted(samples, 'sample')} of {length:,}"
         seen += f", iteration {facts['iteration']:,} of {ends:,}" if isinstance(ends, int) else ""
     rows = {
         "model": told["model"] or "not described: a trainer of its own has saved it",
         "tokenizer": told["tokenizer"] or "none stated",
-        "parameters": f"{_count(told['parameters'])} in {' and '.join(told['dtypes']) or 'no tensors'}",
+        "parameters": f"{told['parameters']:,} in {' and '.join(told['dtypes']) or 'no tensors'}",
         "tokens seen": seen,
         "last loss": _loss_text(told),
-        "layout": ", ".join(filter(None, (ranks, layout, told["layout"]))),
+        "layout": ranks if facts["world_size"] == 1 else f"{ranks}: {told['layout']}",
         "size": size_text(sum(file["bytes"] for file in facts["files"].values())),
         "written by": f"megatron-zero {facts['code_version']}, torch {facts['torch_version']}",
     }
@@ -90,18 +95,12 @@ def folded(tensors: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return lines
 
 
-def _count(number: int) -> str:
-    """`6,738,415,616 (6.74 B)`."""
-    short = next((f" ({number / one:.3g} {unit})" for one, unit in _UNITS if number >= one), "")
-    return f"{number:,}{short}"
-
-
 def _model(config: Mapping[str, Any]) -> str | None:
     """A GPT in words; None where the configuration is of no GPT of ours."""
     if not isinstance(config.get("num_layers"), int):
         return None
     heads, groups = config.get("num_attention_heads"), config.get("num_query_groups")
-    activation = next((name for name in _ACTIVATIONS if config.get(name)), "gelu")
+    activation = next((name for name in ACTIVATIONS if config.get(name)), "gelu")
     parts = [
         f"GPT, {config['num_layers']} layers",
         f"hidden {config.get('hidden_size')}",
@@ -111,19 +110,6 @@ def _model(config: Mapping[str, Any]) -> str | None:
         f"{config.get('position_embedding_type')} positions",
         f"vocabulary {config.get('padded_vocab_size')}",
     ]
-    return ", ".join(parts)
-
-
-def _layout(config: Mapping[str, Any], topology: Mapping[str, int]) -> str:
-    """The schedule and what data parallel ranks share, where there are such."""
-    parts = []
-    if topology.get("pp", 1) > 1 and config.get("pipeline_schedule"):
-        parts.append(f"schedule {config['pipeline_schedule']}")
-    strategy = config.get("data_parallel_sharding_strategy")
-    if topology.get("dp", 1) > 1 and strategy:
-        parts.append(
-            "distributed optimizer" if config.get("use_distributed_optimizer") else f"sharding {strategy}"
-        )
     return ", ".join(parts)
 
 

@@ -10,6 +10,8 @@ A RUN is the folder given as --save, runs/TIME-PID of a run without, or a metric
 from __future__ import annotations
 
 import argparse
+import bisect
+import dataclasses
 import html
 import itertools
 import sys
@@ -23,7 +25,7 @@ from megatron.core.drawing.charts import Series, line_chart
 from megatron.core.drawing.page import COLOURS, Picture, element, fold, table
 from megatron.training.report.metrics_file import read_metrics
 from megatron.training.report.report import charts, publish, setting_text, totals, write_report, written
-from megatron.training.report.report_charts import loss_chart, smoothed, smoothing_window
+from megatron.training.report.report_charts import loss_chart, marks_of, smoothed, smoothing_window
 from megatron.training.report.run_record import RunRecord, layout, read_run
 from tools.commands import as_called
 from tools.report_pipeline import measured_step, planned_step
@@ -120,7 +122,7 @@ def comparison(runs: Mapping[str, Path], out: Path, title: str) -> Path:
 
 def losses_over(what: str, runs: Mapping[str, RunRecord]) -> Picture:
     """Training losses of several runs over what they consumed or how long they took: batches and speeds may differ."""
-    series = []
+    series, marks = [], []
     for number, (name, run) in enumerate(runs.items()):
         length = run.config.get("seq_length")
         if what == "minutes of steps":
@@ -133,7 +135,13 @@ def losses_over(what: str, runs: Mapping[str, RunRecord]) -> Picture:
             series.append(
                 Series(f"{name}: {tag}", [(amounts[x], y) for x, y in points if x in amounts], colour=number)
             )
-    return line_chart(f"Smoothed loss over {what}", series, x_name=what)
+        iterations = [*amounts]
+        for mark in marks_of([(name, run)]):
+            if known := bisect.bisect_right(
+                iterations, mark.at
+            ):  # a resume is where the last record before it is
+                marks.append(dataclasses.replace(mark, at=amounts[iterations[known - 1]]))
+    return line_chart(f"Smoothed loss over {what}", series, marks=marks, x_name=what)
 
 
 def names_of(metrics: Sequence[Path]) -> dict[str, Path]:

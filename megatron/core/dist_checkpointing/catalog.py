@@ -33,6 +33,7 @@ from megatron.core.schema import Place
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LEASE_FILE = "lease.json"
+CONSOLE_FILE = "console.log"  # what a run that is shown on a terminal writes in full
 MAX_TRACKER_BYTES = 64
 _SHOWN = 6  # names of a folder that holds none
 _NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept|damaged)-([0-9a-f]{1,32}))?")
@@ -218,8 +219,9 @@ def _nothing_in(root: Path) -> str:
     """Why a run starts from scratch, and what is there instead of checkpoints."""
     if not root.exists():
         return f"no checkpoint in {root}: there is no such folder"
-    # A run's own lease, and hidden names, say nothing of what the folder was meant for.
-    names = [name for name in names_in(root) if name != LEASE_FILE and not name.startswith(".")]
+    # What this run has put there, and hidden names, say nothing of what the folder was meant for.
+    own = (LEASE_FILE, CONSOLE_FILE)
+    names = [name for name in names_in(root) if name not in own and not name.startswith(".")]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     holds = f"; it holds {', '.join(map(ascii, names[:_SHOWN]))}{more}" if names else ""
     return f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*{holds}"

@@ -170,7 +170,7 @@ class DistributedDataParallel(GradSync):
         keep_gradients: bool = False,
         accumulate: bool = False,
     ) -> None:
-        """Start a step: what gradients there are is overwritten, no unit is reduced yet.
+        """Start a step: its gradients overwrite those of the last one, no unit is reduced yet.
 
         reduce_gradients: without, they stay this rank's own, and `finish` is not called. keep_gradients: those of the
         last step are still needed, until `release_gradients` (a step that is not decided on). accumulate: add to its
@@ -194,7 +194,7 @@ class DistributedDataParallel(GradSync):
         self._of_step = self._moved() - self._counted_from
 
     def release_gradients(self) -> None:
-        """What gradients there are means nothing: cut ones have no memory until their unit's next reduction, unless
+        """The gradients are no longer needed: cut ones have no memory until their unit's next reduction, unless
         somebody has made views of them since this was first called."""
         self.reductions.release()
 

@@ -46,10 +46,10 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Something that happened at an iteration: kind "checkpoint" (a triangle) or "resume" (a dashed line). label: drawn
-    beside a line where there is room; text: the whole story, under the pointer."""
+    """Something that happened at an iteration or another x: kind "checkpoint" (a triangle) or "resume" (a dashed line).
+    label: drawn beside a line where there is room; text: the whole story, under the pointer."""
 
-    at: int
+    at: float
     kind: str
     text: str
     label: str = ""

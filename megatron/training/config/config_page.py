@@ -14,9 +14,7 @@ from megatron.training.config.state_bytes import state_bytes
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 _LABEL = 13  # characters
-_ORDER = (
-    "model parameters ranks sharding pipeline memory batch training compute numbers data checkpoints".split()
-)
+_ORDER = "model parameters ranks sharding pipeline memory batch training compute optimizer data checkpoints".split()
 
 Facts = Mapping[str, Any]  # by section of the report
 
@@ -101,7 +99,7 @@ def _rest(config: Config) -> dict[str, str]:
     every = f" every {counted(c.save_interval, 'step')}" if c.save_interval else ""
     folders = [*([f"to {c.save}{every}"] if c.save else []), *([f"from {c.load}"] if c.load else [])]
     return {
-        "numbers": f"{config.params_flag} weights, {o.optimizer}, {rates}, {o.lr_decay_style}",
+        "optimizer": f"{o.optimizer}, {rates}, {o.lr_decay_style}; {config.params_flag} weights",
         "data": f"{data or 'none'}; {config.tokenizer.tokenizer_type or 'no tokenizer'}",
         "checkpoints": "; ".join(folders) or "none",
     }

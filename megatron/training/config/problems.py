@@ -44,8 +44,9 @@ def render_causes(problems: Iterable[Problem], width: int) -> str:
     for problem in problems:
         told.setdefault((problem.rule, problem.fix), []).append(problem.message)
     causes = sorted(told.items(), key=lambda cause: -len(cause[1]))
-    number = counted(sum(map(len, told.values())), "problem")
-    lines = [f"configuration: {number}" + (f" of {counted(len(causes), 'cause')}" if len(told) > 1 else "")]
+    number = sum(map(len, told.values()))
+    of = f" of {counted(len(causes), 'cause')}" if 1 < len(causes) < number else ""
+    lines = [f"configuration: {counted(number, 'problem')}{of}"]
     for n, ((rule, fix), messages) in enumerate(causes, 1):
         what = "; ".join(messages)
         if len(messages) > 1 and rule == "not-supported":

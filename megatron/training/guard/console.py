@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from megatron.core.dist_checkpointing.catalog import CONSOLE_FILE
 from megatron.core.safe_files import open_for_append
 from megatron.training.config.launch_env import terminal_is_dumb
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 STREAMS = {1: "stdout", 2: "stderr"}
-LOG_FILE = "console.log"
 _ERASE_BELOW, _UP = b"\x1b[J", b"\x1b[A\r"
 
 
@@ -185,7 +185,7 @@ def open_log(folder: Path) -> Path | None:
     """On a terminal: from now on a file in this folder has what a pipe would get. None elsewhere. Raises OSError."""
     if not on_terminal():
         return None
-    path = folder / LOG_FILE
+    path = folder / CONSOLE_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     _TERMINAL.log = ConsoleFile(open_for_append(path), str(path))
     return path

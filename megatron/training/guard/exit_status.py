@@ -205,11 +205,12 @@ def report_failure(
         kind = status.name.lower().replace("_", " ")
         told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}"
     _tell(told)
-    tell_launcher(error_file, status, told)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()
         _tell(f"[rank {rank}] {found}")
+        told += f"\n[rank {rank}] {found}"
         reason = f"{found}; {reason}"  # who is to blame, then where it was missed
+    tell_launcher(error_file, status, told)
     record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
     leave_exit_json(directory, record)
     return status

@@ -43,7 +43,7 @@ def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Pictur
                 series.append(Series(name, values, points=held_out, colour=colour))
     over = " or ".join(map(str, sorted(windows)))
     note = f"Smoothed: means over {over} records around each." if over else ""
-    return line_chart(title, series, marks=_marks(runs), note=note, height=260, hover=hover)
+    return line_chart(title, series, marks=marks_of(runs), note=note, height=260, hover=hover)
 
 
 def sections(runs: Runs) -> Iterator[tuple[str, list[Picture]]]:
@@ -92,7 +92,7 @@ def _drawn(title: str, pattern: str, words: str, runs: Runs) -> Picture | None:
     positive = [value for value in numbers if value > 0] if "log" in words else []
     log_y = bool(positive) and max(positive) > 50 * min(positive)
     note = f"Left out, as they are smaller: {', '.join(kinds[COLOURS:])}." if kinds[COLOURS:] else ""
-    marks, from_zero = _marks(runs), "zero" in words
+    marks, from_zero = marks_of(runs), "zero" in words
     return line_chart(title, series, marks=marks, log_y=log_y, from_zero=from_zero, note=note)
 
 
@@ -100,20 +100,22 @@ def _kind(tag: str) -> str:
     return tag.removeprefix("planned-").removeprefix("measured-")
 
 
-def _marks(runs: Runs) -> list[Mark]:
-    """Of one run: checkpoints, and resumes with what is new of the layout."""
+def marks_of(runs: Runs) -> list[Mark]:
+    """Resumes, with what is new of the layout, and of one run without a name its checkpoints."""
     marks: list[Mark] = []
-    now = ""
-    for event in runs[0][1].events if len(runs) == 1 else ():
-        at = event["iteration"]
-        if event["event"] == "checkpoint":
-            marks.append(Mark(at, "checkpoint", f"checkpoint at iteration {at}: {event.get('path', '')}"))
-        elif event["event"] == "start":
-            before, now = now, layout(event)
-            if before not in ("", now):
-                told = f"resumed after iteration {at}: layout {before} -> {now}"
-                new = [part for part in now.split(", ") if part not in before.split(", ")]
-                marks.append(Mark(at, "resume", told, f"resumed: {', '.join(new) or now}"))
-            elif at > 0:
-                marks.append(Mark(at, "resume", f"resumed after iteration {at}", "resumed"))
+    for name, run in runs:
+        now, whose = "", f"{name}: " if name else ""
+        for event in run.events:
+            at = event["iteration"]
+            if event["event"] == "checkpoint" and not name:
+                marks.append(Mark(at, "checkpoint", f"checkpoint at iteration {at}: {event.get('path', '')}"))
+            elif event["event"] == "start":
+                before, now = now, layout(event)
+                told = f"{whose}resumed after iteration {at}"
+                if before not in ("", now):
+                    new = [part for part in now.split(", ") if part not in before.split(", ")]
+                    label = f"{whose}resumed: {', '.join(new) or now}"
+                    marks.append(Mark(at, "resume", f"{told}: layout {before} -> {now}", label))
+                elif at > 0:
+                    marks.append(Mark(at, "resume", told, f"{whose}resumed"))
     return marks

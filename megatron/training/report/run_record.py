@@ -130,9 +130,12 @@ def layout(start: Mapping[str, Any]) -> str:
     sizes = [at_least_1(config.get(name)) for name in _SIZES]
     sizes.append(at_least_1(start.get("world_size")) // math.prod(sizes))
     named = [f"{name} {size}" for name, size in zip(("TP", "PP", "CP", "DP"), sizes, strict=True) if size > 1]
-    if sizes[1] > 1:
-        named.append(str(config.get("pipeline_schedule")))
-    if sizes[3] > 1 and (sharding := config.get("data_parallel_sharding_strategy", "no_shard")) != "no_shard":
+    if sizes[1] > 1 and (schedule := config.get("pipeline_schedule")):
+        named.append(str(schedule))
+    sharding = config.get("data_parallel_sharding_strategy", "no_shard")
+    if sizes[3] > 1 and config.get("use_distributed_optimizer"):
+        named.append("distributed optimizer")
+    elif sizes[3] > 1 and sharding != "no_shard":
         named.append(str(sharding))
     return ", ".join(named) or "1 rank"
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
 from megatron.core.words import counted
+from megatron.training.guard.exit_status import ExitStatus, report_failure
 from megatron.training.report.metrics import IterationRecord
 from megatron.training.report.screen import bar_line, short_line
 from tests.harness import launch
@@ -140,6 +141,16 @@ def test_the_refusal_is_the_last_thing_under_torchrun():
     assert lines[-6:-1] == expected, run.output
     assert set(lines[-1]) == {"="}, "torchrun's own last line"
     assert run.output.index("Root Cause (first observed failure):\n[0]:") < run.output.rindex(expected[0])
+
+
+def test_who_is_to_blame_for_a_lost_rank_is_the_last_thing_under_torchrun(tmp_path, capsys):
+    told = tmp_path / "error.json"
+    table = {ConnectionError: ExitStatus.PEER_LOST}
+    blame = {"diagnose": lambda: "rank 1 (host h, pid 5) is silent", "error_file": str(told)}
+    report_failure(ConnectionError("reset by peer"), table, rank=0, **blame)
+    printed = capsys.readouterr().err.rstrip("\n")
+    assert json.loads(told.read_text())["message"]["message"] == printed
+    assert printed.splitlines()[-1] == "[rank 0] rank 1 (host h, pid 5) is silent"
 
 
 RECORD = IterationRecord(

@@ -184,6 +184,10 @@ def test_two_runs_compared(runs):
     assert {"Smoothed loss over millions of tokens", "Smoothed loss over minutes of steps"} <= set(charts)
     results, settings = root.iter("table")
     rows = {row[0].text: [cell.text for cell in row[1:]] for row in [*results, *settings]}
+    for title in ("Loss", "Gradient norm", "Smoothed loss over millions of tokens"):
+        texts = {text.text for text in charts[title].iter("text")}
+        assert {"one: resumed: DP 2", "one: resumed: TP 2"} <= texts
+        assert not any("checkpoint" in story.text for story in charts[title].iter("title"))
     assert rows["layout"] == ["TP 2", "1 rank"]
     assert rows["tokens"] == ["102.4k · 800 samples", "61.44k · 480 samples"]
     assert rows["lr"] == ["null", "0.004"]

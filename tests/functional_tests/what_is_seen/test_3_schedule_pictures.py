@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.drawing.page import PLOT_STYLE
-from tools import show_schedule
+from tools import report, show_schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 ZBV = "--schedule zbv --stages 4 --microbatches 8"
@@ -121,12 +121,16 @@ def test_gathers_reductions_and_limits_are_on_the_page(monkeypatch, capsys, tmp_
 
 
 def test_the_pictures_of_readme_are_those_of_the_tools(monkeypatch, capsys, tmp_path):
-    """`docs/img/timeline.svg` by tools/show_schedule.py, `docs/img/loss.svg` by tools/report.py; small, for both
-    themes."""
+    """`docs/img/timeline.svg` by tools/show_schedule.py, `docs/img/loss.svg` by tools/report.py of the losses
+    beside it; small, for both themes."""
     made = drawn(
         "--schedule 1f1b zbv --stages 4 --microbatches 8 --format svg", monkeypatch, capsys, tmp_path
     )
     assert (ROOT / "docs/img/timeline.svg").read_text() == made
+    title, loss = "make quickstart: loss of a byte-level GPT on 4 CPU ranks", tmp_path / "loss.svg"
+    words = [str(ROOT / "docs/img/loss.jsonl"), "--loss-svg", str(loss), "--title", title]
+    assert report.main(words) == 0
+    assert (ROOT / "docs/img/loss.svg").read_text() == loss.read_text()
     for name in ("timeline", "loss"):
         text = (ROOT / f"docs/img/{name}.svg").read_text()
         ET.fromstring(text)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,9 +26,14 @@ DEEPSEEK_V2_LITE = (
     "--train-samples 268554688 --lr 4.2e-4 --min-lr 4.2e-5 --bf16 --tokenizer-type HuggingFaceTokenizer "
     "--tokenizer-model deepseek-ai/DeepSeek-V2-Lite --mock-data --pipeline-model-parallel-size 4 --world-size 64"
 ).split()
-FIRST = (
-    "model parameters ranks sharding pipeline memory batch training compute numbers data checkpoints".split()
-)
+# Of README.
+TWO_SLIPS = (
+    "--world-size 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --zero-bubble-v-schedule "
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --global-batch-size 1024 --train-iters 100000 --lr 3e-4 --bf16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 128000 --weigth-decay 0.1 --num-experts 8"
+).split()
+FIRST = "model parameters ranks sharding pipeline memory batch training compute optimizer data checkpoints".split()
 
 
 @pytest.fixture
@@ -97,6 +103,16 @@ def test_problems_are_grouped_by_cause(check):
     assert "see docs/roadmap.md, 'multi-latent attention'" in flat
     named = set(re.findall(r"--[a-z0-9-]+", each))
     assert named <= set(re.findall(r"--[a-z0-9-]+", flat)), "nothing is dropped"
+
+
+def test_readme_quotes_what_a_terminal_shows(check):
+    status, page, wrong = check(TWO_SLIPS, 110)
+    assert status == 2
+    assert wrong.startswith("configuration: 2 problems\n"), (
+        "each has a cause of its own: causes are not counted"
+    )
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    assert f"```\n{page}{wrong}```\n" in readme
 
 
 def test_one_cause_of_one_problem():

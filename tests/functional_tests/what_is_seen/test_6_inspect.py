@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
+from megatron.training.report.run_record import layout, read_run
 from tests.harness import launch
 from tests.harness.tiny_models import tiny_config
 from tools import generate, inspect_checkpoint, inspect_data
@@ -135,7 +136,8 @@ def test_a_checkpoint_opens_with_what_it_is_of(here, capsys):
     assert rows["tokenizer"] == "ByteTokenizer"
     assert rows["tokens seen"] == "768: 24 samples of 32, iteration 6 of 6"
     assert rows["last loss"].startswith(f"{losses[6]:.4f} at iteration 6, validation ")
-    assert rows["layout"] == "2 ranks, pp=2, schedule zbv"
+    assert rows["layout"] == "2 ranks: PP 2, zbv"
+    assert rows["layout"].removeprefix("2 ranks: ") == layout(read_run("ck/metrics.jsonl").starts[-1])
     assert rows["written by"].startswith("megatron-zero ")
     earlier = told_by(inspect_checkpoint, capsys, "ck", "--ckpt-step", 3).out.splitlines()
     assert earlier[5].endswith(f"{losses[3]:.4f} at iteration 3")

@@ -22,7 +22,7 @@ Starts = list[list[float]]  # by rank, of each place
 # 11 rounds, alike (0.46 points on average). Again and again from the best order, seed 78: 25 times 11 rounds, tops of
 # 0.8, 1.2, 1.8: 0.91, 0.90, 0.93; 50 times 6 rounds: 0.92, 0.86, 0.90; never again: 1.10. Shares drawn once a round, or
 # by rank, by kind, by code, seed 78, M = 2P, the four costs with a gap: 1.46, 1.63, 1.64, 1.60.
-_ROUNDS, _TOP = 6, 1.2
+ROUNDS, _TOP = 6, 1.2
 
 
 def cooling(rng: random.Random) -> list[float]:
@@ -31,7 +31,7 @@ def cooling(rng: random.Random) -> list[float]:
     What that delays may gain elsewhere: large shares shake an order up, small ones settle it, as temperatures do in
     annealing. They are drawn, so that every cooling finds other orders.
     """
-    return [_TOP * (1 - step / (_ROUNDS - 1)) * rng.random() for step in range(_ROUNDS)]
+    return [_TOP * (1 - step / (ROUNDS - 1)) * rng.random() for step in range(ROUNDS)]
 
 
 class Compactor:

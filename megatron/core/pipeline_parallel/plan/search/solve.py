@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
-from megatron.core.pipeline_parallel.plan.search.compaction import Compactor, cooling
+from megatron.core.pipeline_parallel.plan.search.compaction import ROUNDS, Compactor, cooling
 from megatron.core.pipeline_parallel.plan.search.improve import wander
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
@@ -24,6 +24,9 @@ from megatron.core.pipeline_parallel.plan.search.starts import Start, starts
 # Operations that compaction may visit, two to four microseconds each. Not time: every rank must come to the same plan.
 # (zbv, P = 16, ten costs of seed 77: worst gaps of 1.10, 0.94, 0.93 points with 300, 600, 1,200 thousand.)
 _VISITS = 400_000
+# A large problem is cooled so often, with at most so many visits (zbv, P = 64, fourteen costs of the table: worst gaps
+# of 4.29 points with 400 thousand, 2.37 with these).
+_COOLINGS, _MOST_VISITS = 8, 1_200_000
 # Operations of a problem that is solved whole: a cooled order seldom settles, so that a short one is not extended.
 _WHOLE = 100_000
 # Coolings that gain nothing, in a row, behind which the best order is taken (zbv, P = 8, M = 2P, shares by code, four
@@ -57,6 +60,7 @@ class Search:
     def __init__(self, problem: OrderProblem) -> None:
         self.problem, self.compactor = problem, Compactor(problem)
         self.bound = lower_bound(problem)
+        self.visits_a_cooling = 2 * problem.num_ops * ROUNDS
         self.found: list[Solution] = []
 
     def add(self, start: Start, order: Order | None) -> Solution | None:
@@ -99,11 +103,10 @@ class Search:
         while made and fruitless < _FRUITLESS and not self.is_done():
             best = self.ranking[0]
             one = next(firsts) or best
-            gives = cooling(rng)
-            visits -= 2 * self.problem.num_ops * len(gives)
+            visits -= self.visits_a_cooling
             if visits < 0 and len(self.found) > len(made):
                 break
-            found = self.add(one.start, self.compactor.improve(one.order, gives))
+            found = self.add(one.start, self.compactor.improve(one.order, cooling(rng)))
             fruitless = 0 if found is not None and found.cost < best.cost else fruitless + 1
         if made and self.problem.num_ops <= _MOST_MOVED_OPS and not self.is_done():
             best = self.ranking[0]
@@ -115,7 +118,7 @@ def solve(name: str, problem: OrderProblem) -> Solution:
     check_limits(name, problem)
     total, short = problem.num_microbatches, short_length(problem)
     search = Search(problem.of_length(short))
-    search.run(_VISITS)
+    search.run(max(_VISITS, min(_MOST_VISITS, _COOLINGS * search.visits_a_cooling)))
     if not search.found:
         raise PlanError(
             f"{name}: no order found for {problem.placement.num_ranks} ranks and {total} microbatches"
