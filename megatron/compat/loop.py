@@ -59,9 +59,9 @@ def forward_backward(
 ) -> list[Any]:
     """What the loss function reports of each microbatch, on the ranks that compute the loss; elsewhere [].
 
-    By 1F1B; forward_only: without backwards. Gradients are of the mean over microbatches. Shapes need not be told:
-    messages carry them. Communicates over the pipeline, and with whom `config.finalize_model_grads_func` does. Raises
-    ValueError for several chunks a rank, for losses by token, and where something else than losses is to be collected.
+    By 1F1B; forward_only: without backwards. Gradients are of the mean over microbatches; messages carry shapes.
+    Communicates over the pipeline, and as `config.finalize_model_grads_func`. Raises ValueError for several chunks a
+    rank, for losses by token, and for anything but losses.
     """
     (wrapped, *more), (batches, *_) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
@@ -163,9 +163,10 @@ class DataParallelModel(nn.Module):
 def _engine_config(given: Any, instances: int) -> data_parallel_config.DistributedDataParallelConfig:
     ours = given.group(data_parallel_config.DistributedDataParallelConfig)
     refuse_settings_of_pretrain(vars(ours))
-    if ours.num_distributed_optimizer_instances not in (1, instances):
-        asked = f"num_distributed_optimizer_instances={ours.num_distributed_optimizer_instances}"
-        raise ValueError(f"{asked}: initialize_model_parallel was told {instances}, give both the same")
+    if (asked := ours.num_distributed_optimizer_instances) not in (1, instances):
+        raise ValueError(
+            f"num_distributed_optimizer_instances={asked}: {instances} in initialize_model_parallel"
+        )
     off: dict[str, Any] = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), False)
     if late := [name for name in off if getattr(ours, name)]:
         warnings.warn(f"{', '.join(late)}: without effect outside of pretrain()", stacklevel=4)

@@ -1,8 +1,8 @@
 """Megatron's configuration classes, its layer spec, and `GPTModel` with its own arguments.
 
 A field that is a flag of Megatron's has the verdict of the flag table: without effect (a warning), or refused with what
-to use. `fields.csv`: fields with other names than their flags, those of what is done otherwise here, and settings that
-only pretrain() has a use for. A name that no release knows is a TypeError, as with every dataclass.
+to use. `fields.csv`: fields that are not named as their flags, of what is done otherwise, or of pretrain() only. A
+name that no release knows is a TypeError, as with every dataclass.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ def refuse_settings_of_pretrain(given: Mapping[str, Any]) -> None:
         name: value for name, value in given.items() if name in allowed and value != FIELDS[name][1].default
     }
     if refused := [name.replace("_", "-") for name, value in asked.items() if value != allowed[name]]:
-        raise ValueError(
-            f"--{', --'.join(refused)}: a loop of one's own runs 1F1B and shards the optimizer; use pretrain(), "
-            "megatron.core.distributed.custom_fsdp.fully_shard for sharded weights, or leave it out"
-        )
+        why = "a loop of one's own runs 1F1B and shards the optimizer: use pretrain(), or custom_fsdp.fully_shard"
+        raise ValueError(f"--{', --'.join(refused)}: {why}")
 
 
 class ConfigFields:
@@ -158,9 +156,9 @@ class GPTModelOfSpec(GPTModel):
         ps = parallel_state.current()
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         if tp not in (1, ps.tp_size) or pp != ps.pp_size:  # Megatron's quickstart tells mpu alone of tp
+            told = f"tensor_model_parallel_size={tp}, pipeline_model_parallel_size={pp} in TransformerConfig"
             raise ValueError(
-                f"TransformerConfig has tensor_model_parallel_size={tp}, pipeline_model_parallel_size={pp}, "
-                f"initialize_model_parallel was told {ps.tp_size} and {ps.pp_size}: give both the same"
+                f"{told}: give it those of initialize_model_parallel, {ps.tp_size} and {ps.pp_size}"
             )
         stages = split_stages(config.group(ModelParallelConfig), config.num_layers, chunks=1)
         flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)

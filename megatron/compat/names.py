@@ -51,9 +51,8 @@ def look_up(path: str, name: str) -> Any:
 
 
 def find_spec(path: str) -> ModuleSpec | None:
-    """Of a path, or of a name in one, that is no module here. `importlib.util.find_spec`, which only asks whether there
-    is one, gets None; an import ModuleNotFoundError that says what to use. That has no `name`, or else
-    `from package import path` would hide it."""
+    """Of a path, or of a name in one, that is no module here. `importlib.util.find_spec` gets None, an import
+    ModuleNotFoundError that says what to use; without `name`, or else `from package import path` would hide it."""
     refused = {
         f"{row['path']}.{row['name']}".rstrip("."): row["instead"] for row in table() if row["instead"]
     }

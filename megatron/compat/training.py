@@ -44,8 +44,8 @@ def initialize_megatron(
     config = launch_config(extra_args_provider=provider, args_defaults=defaults, needs_data=False)
     refuse_settings_of_pretrain(config.flat())
     env, parallel, training = LaunchEnv.read(), config.parallel, config.training
-    kind = "cpu" if parallel.distributed_backend == "gloo" else None
-    here = device.current_device(env.local_rank, kind=kind)
+    on_cpu = parallel.distributed_backend == "gloo"
+    here = device.current_device(env.local_rank, kind="cpu" if on_cpu else None)
     device.set_threads(env.local_world_size, threads=training.threads_per_rank)
     if not torch.distributed.is_initialized():
         init_process_group(here, rank=env.rank, world_size=env.world_size)

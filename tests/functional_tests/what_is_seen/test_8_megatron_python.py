@@ -484,10 +484,10 @@ def groups_of_instances(ctx):
     assert total == 1
     one_rank(tensor_model_parallel_size=2)
     assert (mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_model_parallel_world_size()) == (2, 1)
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=4.* 2 and 1"):
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=4,.*parallel, 2 and 1"):
         model_of(tensor_model_parallel_size=4)
     one_rank(pipeline_model_parallel_size=2)
-    with pytest.raises(ValueError, match=r"pipeline_model_parallel_size=1.* 1 and 2"):
+    with pytest.raises(ValueError, match=r"pipeline_model_parallel_size=1 .*parallel, 1 and 2"):
         model_of()
 
 
