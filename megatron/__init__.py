@@ -35,8 +35,11 @@ _warn_beside_megatron_core()
 
 
 def names_of(module: str) -> Callable[[str], Any]:
-    """`__getattr__` of a module of ours at an import path of Megatron's: names that it lacks are the facade's."""
-    return lambda name: importlib.import_module("megatron.compat.names").look_up(module, name)
+    """`__getattr__` of a module of ours at an import path of Megatron's: names that it lacks are the facade's. Each has
+    a `__path__`, so that `from module import name` asks `_MegatronPaths` too, which says what to use instead."""
+    return lambda name: (
+        [] if name == "__path__" else importlib.import_module("megatron.compat.names").look_up(module, name)
+    )
 
 
 class _MegatronPaths:

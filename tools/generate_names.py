@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,17 +16,26 @@ def names_table() -> str:
     from megatron.compat.names import table
 
     lines = ["| import path | names | not here |", "|---|---|---|"]
-    for path, rows in itertools.groupby(table(), key=lambda row: row["path"]):
-        here, refused = [], []
+    for path, rows in itertools.groupby(sorted(table(), key=_by_path), key=_by_path):
+        here, refused, like = [], {}, set()
         for row in rows:
-            if row["instead"]:
-                refused.append(f"`{row['name']}`: {row['instead']}" if row["name"] else row["instead"])
+            if row["like"] != path:
+                like.add(f"as `{row['like']}`")
+            elif row["instead"]:
+                refused.setdefault(row["instead"], []).append(row["name"])
             else:
                 here += [row["name"]] if row["name"] != "*" else importlib.import_module(row["home"]).__all__
-        lines.append(
-            f"| `{path}` | {', '.join(f'`{name}`' for name in sorted(here))} | {'; '.join(refused)} |"
-        )
+        told = "; ".join(f"{_listed(names)}: {why}".lstrip(": ") for why, names in refused.items())
+        lines.append(f"| `{path}` | {', '.join(filter(None, [_listed(here), *like]))} | {told} |")
     return "\n".join(lines) + "\n"
+
+
+def _by_path(row: dict[str, str]) -> str:
+    return row["path"]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names) if name)
 
 
 def with_table(text: str) -> str:

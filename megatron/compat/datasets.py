@@ -38,9 +38,8 @@ class GPTDatasetConfig:
         eod, pad = self.tokenizer.eod, getattr(self.tokenizer, "pad", None)
         fields = {one.name for one in dataclasses.fields(SampleFormat)}
         same = {name: value for name, value in vars(self).items() if name in fields}
-        sample = SampleFormat(
-            eod=eod, pad=pad_id(pad, frozenset({eod})), vocab_size=self.tokenizer.vocab_size, **same
-        )
+        same |= {"vocab_size": self.tokenizer.vocab_size, "pad": pad_id(pad, frozenset({eod}))}
+        sample = SampleFormat(eod=eod, **same)
         corpora: dict[str, Any] = {"mock": True}
         if not mock:
             per_split = tuple(map(_blend, self.blend_per_split or ())) or None
@@ -66,9 +65,8 @@ class BlendedMegatronDatasetBuilder:
         """Train, valid, test; None without data and on ranks that read none. Raises DataError."""
         if not self.is_built_on_rank():
             return Datasets(None, None, None)
-        return build_train_valid_test_datasets(
-            self.config.spec(issubclass(self.cls, MockDataset)), self.sizes
-        )
+        spec = self.config.spec(mock=issubclass(self.cls, MockDataset))
+        return build_train_valid_test_datasets(spec, self.sizes)
 
 
 def compile_helpers() -> None:

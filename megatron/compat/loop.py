@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron.compat.model import refuse_settings_of_pretrain
 from megatron.compat.parallel_state import current
 from megatron.core.distributed import data_parallel_config
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -31,8 +32,9 @@ from megatron.core.transport import collectives
 from megatron.training.report.step_metrics import ForwardStep, evaluate_loss, loss_to_differentiate
 from megatron.training.run.data import StepBatches
 
-# Of each model: what moves its hidden states, and how many steps it has run, which key dropout.
-_OF_MODEL: weakref.WeakKeyDictionary[nn.Module, tuple[P2P, Iterator[int]]] = weakref.WeakKeyDictionary()
+# By model: what moves its hidden states, and how many steps it has been trained, which key dropout.
+_CHANNELS: weakref.WeakKeyDictionary[nn.Module, P2P] = weakref.WeakKeyDictionary()
+STEPS_TRAINED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def unwrap_model(model: Any) -> Any:
@@ -57,19 +59,18 @@ def forward_backward(
 ) -> list[Any]:
     """What the loss function reports of each microbatch, on the ranks that compute the loss; elsewhere [].
 
-    By 1F1B; forward_only: without backwards. Gradients are of the mean over microbatches. Shapes need not be told:
-    messages carry them. Communicates over the pipeline, and with whom `config.finalize_model_grads_func` does. Raises
-    ValueError for several chunks a rank, for losses by token, and where something else than losses is to be collected.
+    By 1F1B; forward_only: without backwards. Gradients are of the mean over microbatches; messages carry shapes.
+    Communicates over the pipeline, and as `config.finalize_model_grads_func`. Raises ValueError for several chunks a
+    rank, for losses by token, and for anything but losses.
     """
     (wrapped, *more), (batches, *_) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
     if more or config.calculate_per_token_loss or named.get("collect_non_loss_data"):
-        raise ValueError(
-            "get_forward_backward_func: one chunk a rank and means of losses only, see pretrain()"
-        )
+        raise ValueError("get_forward_backward_func: one chunk a rank, means of losses only; use pretrain()")
     forward_only, ends, reports = named.get("forward_only", False), ps.pp_rank == ps.pp_size - 1, []
-    channel, steps = _OF_MODEL.setdefault(wrapped, (P2P(ps), itertools.count()))
-    step, source = next(steps), StepBatches(batches, reads=batches is not None)
+    channel, step = _CHANNELS.setdefault(wrapped, P2P(ps)), STEPS_TRAINED.get(inner, 0)
+    STEPS_TRAINED[inner] = step + (not forward_only)
+    source = StepBatches(batches, reads=batches is not None)
 
     def run(microbatch: int, hidden: Tensor | None) -> Tensor:
         if isinstance(inner, MegatronModule):
@@ -106,21 +107,13 @@ class DataParallelModel(nn.Module):
         ddp.zero_grad_buffer(); forwards and backwards; ddp.finish_grad_sync(); optimizer.step()
 
     They are in `parameter.main_grad`, and where its dtype is the weight's in `parameter.grad`, for torch's optimizers.
-    Communicates over dp where it is built and in `finish_grad_sync`. Raises ValueError where more than the optimizer is
-    to be sharded.
+    Communicates over dp where it is built and in `finish_grad_sync`. Raises ValueError for fields that only pretrain()
+    has a use for, and warns of overlaps.
     """
 
     def __init__(self, config: Any, ddp_config: Any, module: nn.Module, *_: Any, **__: Any) -> None:
         super().__init__()
-        strategy = ddp_config.data_parallel_sharding_strategy
-        strategy = "optim" if ddp_config.use_distributed_optimizer and strategy == "no_shard" else strategy
-        if strategy not in ("no_shard", "optim"):
-            raise ValueError(f"data_parallel_sharding_strategy={strategy!r}: use optim, or fully_shard")
-        ours, ps = ddp_config.group(data_parallel_config.DistributedDataParallelConfig), current()
-        plain = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_custom_fsdp"), False)
-        ours = dataclasses.replace(
-            ours, data_parallel_sharding_strategy=strategy, ddp_average_in_collective=True, **plain
-        )
+        ours = _engine_config(ddp_config, (ps := current()).dp_outer_group.size)
         self.config, self.ddp_config, self.module = config, ddp_config, module
         self.engine = DistributedDataParallel([module], ps, ours, stages=[ps.pp_rank])
         if not isinstance(module, MegatronModule):
@@ -141,8 +134,23 @@ class DataParallelModel(nn.Module):
         return self.engine(*inputs, **kwargs)
 
     def zero_grad_buffer(self) -> None:
-        """A step begins: what gradients there are is overwritten."""
+        """A step begins, whose gradients overwrite those of the last one."""
         self.engine.begin_step(1)
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Gradients are reduced in `finish_grad_sync`, weights gathered in the optimizer's step."""
+
+    start_grad_sync = start_param_sync = enable_forward_pre_hook = disable_forward_pre_hook = _nothing
+
+    def broadcast_params(self) -> None:
+        """Ranks take the weights of data parallel rank 0. Communicates over dp."""
+        collectives.broadcast_weights([self.module], current())
+        self.engine.buffer.copy_weights_to_main()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Times this factor, before or after `finish_grad_sync`."""
+        for grads in self.engine.buffer.grads_at_rest():
+            grads.mul_(scaling_factor)
 
     def finish_grad_sync(self, *_: Any, **__: Any) -> None:
         """Gradients are the mean over data parallel ranks; where the optimizer is sharded, this rank's part of it."""
@@ -152,11 +160,32 @@ class DataParallelModel(nn.Module):
                 parameter.grad = grad
 
 
+def _engine_config(given: Any, instances: int) -> data_parallel_config.DistributedDataParallelConfig:
+    ours = given.group(data_parallel_config.DistributedDataParallelConfig)
+    refuse_settings_of_pretrain(vars(ours))
+    if (asked := ours.num_distributed_optimizer_instances) not in (1, instances):
+        raise ValueError(
+            f"num_distributed_optimizer_instances={asked}: {instances} in initialize_model_parallel"
+        )
+    off: dict[str, Any] = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), False)
+    if late := [name for name in off if getattr(ours, name)]:
+        warnings.warn(f"{', '.join(late)}: without effect outside of pretrain()", stacklevel=4)
+    if ours.use_distributed_optimizer:
+        off["data_parallel_sharding_strategy"] = "optim"
+    return dataclasses.replace(ours, ddp_average_in_collective=True, **off)
+
+
+def wrapped_model(model: Any) -> DataParallelModel:
+    """The same. Raises ValueError where it is not wrapped."""
+    if isinstance(model, DataParallelModel):
+        return model
+    raise ValueError(f"{type(model).__name__}: wrap the model in DistributedDataParallel of megatron.core")
+
+
 def finalize_model_grads(model: Sequence[nn.Module], *_: Any, **__: Any) -> None:
     """A step's backwards are done: gradients are complete on every rank. Communicates over dp, tp and embedding."""
     for one in model:
-        assert isinstance(one, DataParallelModel), "wrap the model in DistributedDataParallel"
-        one.finish_grad_sync()
+        wrapped_model(one).finish_grad_sync()
 
 
 class ModelOptimizer:
@@ -197,12 +226,11 @@ class ModelOptimizer:
         self.scaler.load_state(state["scaler"])
 
 
-def get_megatron_optimizer(
-    config: Any, model_chunks: Sequence[nn.Module], *conditions: Any, **named: Any
-) -> Any:
-    """Of one wrapped model. Raises ValueError for more, and for conditions by parameter."""
+def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *conditions: Any, **named: Any) -> Any:
+    """Of one wrapped model; use_gloo_process_groups is without effect. Raises ValueError for more, and for conditions
+    by parameter."""
     first, *more = model_chunks
-    if more or any(one not in (None, 1.0) for one in [*conditions, *named.values()]):
+    asked = [*conditions, *(one for name, one in named.items() if name != "use_gloo_process_groups")]
+    if more or any(one not in (None, False, 1.0) for one in asked):
         raise ValueError("get_megatron_optimizer: of one model, without conditions; decoupled_lr is here")
-    assert isinstance(first, DataParallelModel), "wrap the model in DistributedDataParallel"
-    return ModelOptimizer(config, first)
+    return ModelOptimizer(config, wrapped_model(first))

@@ -1,7 +1,8 @@
 """Megatron's configuration classes, its layer spec, and `GPTModel` with its own arguments.
 
 A field that is a flag of Megatron's has the verdict of the flag table: without effect (a warning), or refused with what
-to use. A name that no release knows is a TypeError, as with every dataclass.
+to use. `fields.csv`: fields that are not named as their flags, of what is done otherwise, or of pretrain() only. A
+name that no release knows is a TypeError, as with every dataclass.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.compat import parallel_state
+from megatron.compat.names import rows_of
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -23,32 +26,29 @@ from megatron.core.models.gpt.stage_layers import split_stages
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.model_config import TransformerConfig as ModelFlags
+from megatron.training.config.config import FIELDS
 from megatron.training.config.flag_table import FlagState, flag_table
 
-_FLAG_OF = {  # Megatron's fields and arguments, where the flag has another name
-    "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "num_moe_experts": "num_experts",
-    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-    "bucket_size": "ddp_bucket_size",
-    "rope_scaling": "use_rope_scaling",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-}
+_FIELDS = rows_of("fields.csv")
+_FLAG_OF = {row["field"]: row["flag"] for row in _FIELDS if row["flag"]}
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
-_OF_MODEL = {
-    "params_dtype": torch.float32,
-    "bf16": False,
-    "fp16": False,
-    "seed": 1234,
-    "num_query_groups": None,
+_MORE_OF_MODEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "num_query_groups")) | {
+    **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
+    **{"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
 }
-_OF_MODEL |= {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}
-_OF_MODEL |= dict.fromkeys(("finalize_model_grads_func", "grad_scale_func"))
-_NO_EFFECT = (
-    "pipeline_dtype batch_p2p_comm no_sync_func grad_sync_func param_sync_func timers bias_dropout_fusion "
-    "masked_softmax_fusion persist_layer_norm average_in_collective"
-).split()
+_NO_EFFECT = [row["field"] for row in _FIELDS if row["verdict"] == "no effect"]
+
+
+def refuse_settings_of_pretrain(given: Mapping[str, Any]) -> None:
+    """given: by the names of flags. Raises ValueError for what is not of a loop of one's own."""
+    allowed = {row["field"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
+    asked = {
+        name: value for name, value in given.items() if name in allowed and value != FIELDS[name][1].default
+    }
+    if refused := [name.replace("_", "-") for name, value in asked.items() if value != allowed[name]]:
+        why = "a loop of one's own runs 1F1B and shards the optimizer: use pretrain(), or custom_fsdp.fully_shard"
+        raise ValueError(f"--{', --'.join(refused)}: {why}")
 
 
 class ConfigFields:
@@ -63,10 +63,8 @@ class ConfigFields:
             entry, value = flag_table().get(one.name), getattr(self, one.name)
             if entry is None or value in (None, False, one.default) or one.name in (*_NO_EFFECT, *_FLAG_OF):
                 continue
-            told, allowed = (
-                f"{type(self).__name__}({one.name}={value!r})",
-                entry.neutral + (entry.allowed or ()),
-            )
+            told = f"{type(self).__name__}({one.name}={value!r})"
+            allowed = entry.neutral + (entry.allowed or ())
             if entry.state is FlagState.INERT:
                 warnings.warn(f"{told} has no effect: {entry.why}", stacklevel=4)
             elif str(value) not in allowed and (entry.state is FlagState.UNSUPPORTED or entry.allowed):
@@ -89,10 +87,10 @@ def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
     return dataclasses.make_dataclass(name, fields, bases=(ConfigFields,), namespace={"__module__": __name__})
 
 
-_OF_OPTIMIZER = dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather"))
-TransformerConfig = _config_class("TransformerConfig", ModelParallelConfig, ModelFlags, **_OF_MODEL)
+_MORE_OF_OPTIMIZER = dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather"))
+TransformerConfig = _config_class("TransformerConfig", ModelParallelConfig, ModelFlags, **_MORE_OF_MODEL)
 DistributedDataParallelConfig = _config_class("DistributedDataParallelConfig", EngineFlags)
-OptimizerConfig = _config_class("OptimizerConfig", OptimizerFlags, **_OF_OPTIMIZER)
+OptimizerConfig = _config_class("OptimizerConfig", OptimizerFlags, **_MORE_OF_OPTIMIZER)
 
 
 def core_transformer_config_from_args(args: Any, config_class: Any = TransformerConfig) -> Any:
@@ -113,9 +111,7 @@ def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
     """The layers of this framework. Raises ValueError for experts and latent attention."""
     named.pop("qk_layernorm", None)  # the configuration's
     if any(given) or any(named.values()):
-        raise ValueError(
-            f"get_gpt_layer_local_spec({given or named}): planned, docs/roadmap.md; leave it out"
-        )
+        raise ValueError(f"get_gpt_layer_local_spec({given or named}): docs/roadmap.md; leave it out")
     return ModuleSpec()
 
 
@@ -130,7 +126,7 @@ class GPTModelOfSpec(GPTModel):
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
     padded to a multiple of the tensor parallel size. others: fields of the model that Megatron takes here. Raises
-    ValueError for layers and an activation that are not here, TypeError for other arguments.
+    ValueError for layers and an activation that are not here, and sizes other than mpu's; TypeError for other names.
     """
 
     def __init__(
@@ -158,6 +154,12 @@ class GPTModelOfSpec(GPTModel):
             flags[flag] = True
         dtype = torch.bfloat16 if config.bf16 else torch.half if config.fp16 else config.params_dtype
         ps = parallel_state.current()
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        if tp not in (1, ps.tp_size) or pp != ps.pp_size:  # Megatron's quickstart tells mpu alone of tp
+            told = f"tensor_model_parallel_size={tp}, pipeline_model_parallel_size={pp} in TransformerConfig"
+            raise ValueError(
+                f"{told}: give it those of initialize_model_parallel, {ps.tp_size} and {ps.pp_size}"
+            )
         stages = split_stages(config.group(ModelParallelConfig), config.num_layers, chunks=1)
         flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)
         flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
@@ -187,9 +189,8 @@ class GPTModelOfSpec(GPTModel):
         """For `dist_checkpointing.save` and `load`."""
         state, named = ShardedStateDict(), dict(self.named_parameters())
         state.update({prefix + name: one for name, one in named.items()})
-        state.pieces = [
-            p for name, meta in self.param_meta.items() for p in pieces_of("model", meta, named[name])
-        ]
+        of = self.param_meta.items()
+        state.pieces = [piece for name, meta in of for piece in pieces_of("model", meta, named[name])]
         return state
 
 

@@ -1,6 +1,8 @@
-"""Megatron's `parallel_state` (`mpu`): one process-wide grid of ranks, asked by the functions of `_ANSWERS`.
+"""Megatron's `parallel_state` (`mpu`): one process-wide grid of ranks, asked by the functions of
+`getters.csv`: their names, a purpose of `rank_grid` (none: a rank is alone), and what of its group is the answer.
 
-Their arguments, such as `with_context_parallel`, are without effect: no axis here has several kinds of groups.
+`partial_data_parallel` is of the ranks of one distributed optimizer instance. Their other arguments, such as
+`with_context_parallel`, are without effect: no other axis has several kinds of groups.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.compat.names import rows_of
 from megatron.core.device import device_in_use
 from megatron.core.transport import parallel_state as ours
 from megatron.core.transport.parallel_state import Group, ParallelState
@@ -18,8 +21,8 @@ from megatron.core.transport.rank_grid import dense_grid
 from megatron.training import global_vars
 
 
-class _Made:
-    """ps: by `initialize_model_parallel`. alone: torch's group of this rank only."""
+class _Process:
+    """What this process has. ps: by `initialize_model_parallel`. alone: torch's group of this rank only."""
 
     ps: ParallelState | None = None
     alone: dist.ProcessGroup | None = None
@@ -38,10 +41,10 @@ def initialize_model_parallel(
     world. Raises ValueError where sizes do not divide the world, and for parallelism of other kinds."""
     if asked := {k: v for k, v in [*enumerate(others, 3), *named.items()] if v not in (None, 0, 1)}:
         raise ValueError(
-            f"initialize_model_parallel({asked}): not here, only tensor, pipeline and data parallelism"
+            f"initialize_model_parallel({asked}): here is tensor, pipeline, data parallelism alone"
         )
     world = dist.get_world_size() if dist.is_initialized() else 1
-    _Made.ps = ours.make_parallel_state(
+    _Process.ps = ours.make_parallel_state(
         dense_grid(world, tp=tensor_model_parallel_size, pp=pipeline_model_parallel_size, order=order),
         device_in_use("cpu" if world == 1 or dist.get_backend() == "gloo" else None),
         datetime.timedelta(minutes=distributed_timeout_minutes),
@@ -51,69 +54,53 @@ def initialize_model_parallel(
 
 def destroy_model_parallel() -> None:
     """Forget the groups; torch's own stay."""
-    _Made.ps = _Made.alone = None
+    _Process.ps = _Process.alone = None
 
 
 def model_parallel_is_initialized() -> bool:
     """Whether `initialize_model_parallel` was called."""
-    return _Made.ps is not None
+    return _Process.ps is not None
 
 
 def current() -> ParallelState:
     """Our state: of `initialize_model_parallel`, else of the run under `pretrain`. Raises NotInitializedError."""
-    return _Made.ps or global_vars.get_parallel_state()
+    return _Process.ps or global_vars.get_parallel_state()
 
 
 def _process_group(group: Group) -> dist.ProcessGroup | None:
     """torch's; of one rank a group of its own, as None would mean the whole world."""
     if group.process_group is None and dist.is_initialized():
-        _Made.alone = _Made.alone or ours.group_of_this_rank()
-        return _Made.alone
+        _Process.alone = _Process.alone or ours.group_of_this_rank()
+        return _Process.alone
     return group.process_group
 
 
-_Read = Callable[[Group], Any]
-_AXES = {
-    "tensor_model_parallel": "tp",
-    "pipeline_model_parallel": "pp",
-    "data_parallel": "dp",
-    "model_parallel": "mp",
-}
-_AXES |= {
-    "embedding": "embedding",
-    "context_parallel": "",
-    "expert_model_parallel": "",
-    "expert_tensor_parallel": "",
-}
-_OF_AXIS: dict[str, _Read] = {
+_READ: dict[str, Callable[[Group], Any]] = {  # what is asked of a group
     "world_size": lambda group: group.size,
     "rank": lambda group: group.rank,
     "group": _process_group,
-    "src_rank": lambda group: group.ranks[0],
     "global_ranks": lambda group: list(group.ranks),
     "first_rank": lambda group: group.ranks[0],
     "last_rank": lambda group: group.ranks[-1],
     "next_rank": lambda group: group.ranks[(group.rank + 1) % group.size],
     "prev_rank": lambda group: group.ranks[group.rank - 1],
+    "is_first": lambda group: group.rank == 0,
+    "is_last": lambda group: group.rank == group.size - 1,
+    "is_end": lambda group: group.rank in (0, group.size - 1),
+    "nothing": lambda group: None,
 }
-# By name: a purpose, and what of its group is the answer. Where a purpose is "" there is no such axis: a rank is alone.
-_ANSWERS: dict[str, tuple[str, _Read]] = {
-    "is_pipeline_first_stage": ("pp", lambda group: group.rank == 0),
-    "is_pipeline_last_stage": ("pp", lambda group: group.rank == group.size - 1),
-    "is_rank_in_embedding_group": ("pp", lambda group: group.rank in (0, group.size - 1)),
-    "get_virtual_pipeline_model_parallel_rank": ("pp", lambda group: None),
-    "get_virtual_pipeline_model_parallel_world_size": ("pp", lambda group: None),
-} | {f"get_{axis}_{what}": (of, read) for axis, of in _AXES.items() for what, read in _OF_AXIS.items()}
 
 
-def _getter(purpose: str, read: _Read) -> Callable[..., Any]:
-    def get(*_: Any, **__: Any) -> Any:
+def _getter(purpose: str, read: Callable[[Group], Any]) -> Callable[..., Any]:
+    def get(_: Any = None, partial_data_parallel: Any = False, **__: Any) -> Any:
         ps = current()
         alone = Group("alone", (ps.rank,), 0, ps.device.backend, None, ps.device, ours.DEFAULT_TIMEOUT)
-        return read(ps.groups.get(purpose, alone))
+        partial = purpose == "dp" and partial_data_parallel
+        return read(ps.groups.get("dp_reduce" if partial else purpose, alone))
 
     return get
 
 
-globals().update({name: _getter(*answer) for name, answer in _ANSWERS.items()})
-__all__ = ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized", *_ANSWERS]
+_GETTERS = {row["name"]: _getter(row["purpose"], _READ[row["what"]]) for row in rows_of("getters.csv")}
+globals().update(_GETTERS)
+__all__ = ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized", *_GETTERS]

@@ -38,5 +38,5 @@ def broadcast_data(keys: Sequence[str], data: Any, datatype: torch.dtype) -> dic
 
 
 def model_parallel_cuda_manual_seed(seed: int, *_: Any, **__: Any) -> None:
-    """Of user code. Weights and masks of our layers are keyed by `TransformerConfig(seed=...)`, on any device."""
+    """Of torch alone. Weights and masks of our layers are keyed by `TransformerConfig(seed=...)`, on any device."""
     torch.manual_seed(seed)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.compat.loop import DataParallelModel
+from megatron.compat.loop import STEPS_TRAINED, DataParallelModel, unwrap_model
+from megatron.compat.model import ShardedStateDict, refuse_settings_of_pretrain
 from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
 from megatron.core.dist_checkpointing.files import CheckpointError
@@ -34,38 +36,30 @@ def initialize_megatron(
     """Flags, process groups, seeds, tokenizer: afterwards `get_args()`, `mpu` and `get_num_microbatches()` answer.
 
     Communicates over the world. Raises SystemExit with status 2 for flags that are refused; ValueError for
-    ignore_unknown_args, as no flag is dropped here.
+    ignore_unknown_args, as no flag is dropped here, and for flags that only pretrain() has a use for.
     """
     if ignore_unknown_args:
         raise ValueError("ignore_unknown_args: declare such flags by extra_args_provider instead")
-    config = launch_config(
-        extra_args_provider=extra_args_provider, args_defaults=args_defaults, needs_data=False
-    )
+    provider, defaults = extra_args_provider, args_defaults
+    config = launch_config(extra_args_provider=provider, args_defaults=defaults, needs_data=False)
+    refuse_settings_of_pretrain(config.flat())
     env, parallel, training = LaunchEnv.read(), config.parallel, config.training
-    here = device.current_device(
-        env.local_rank, kind="cpu" if parallel.distributed_backend == "gloo" else None
-    )
+    on_cpu = parallel.distributed_backend == "gloo"
+    here = device.current_device(env.local_rank, kind="cpu" if on_cpu else None)
     device.set_threads(env.local_world_size, threads=training.threads_per_rank)
     if not torch.distributed.is_initialized():
         init_process_group(here, rank=env.rank, world_size=env.world_size)
-    instances = config.ddp.num_distributed_optimizer_instances
     sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    initialize_model_parallel(*sizes, num_distributed_optimizer_instances=instances)
+    more = {"num_distributed_optimizer_instances": config.ddp.num_distributed_optimizer_instances}
+    more["distributed_timeout_minutes"] = config.reliability.distributed_timeout_minutes
+    initialize_model_parallel(*sizes, order=config.rank_order, **more)
     for sow in (random.seed, np.random.seed, torch.manual_seed):
         sow(training.seed + 100 * current().pp_rank)
-    global_vars.set_global_variables(
-        {**config.flat(), **config.extra}, rank=env.rank, world_size=env.world_size
-    )
+    args = {**config.flat(), **config.extra}
+    global_vars.set_global_variables(args, rank=env.rank, world_size=env.world_size)
     global_vars.provide(config=config, device=here, tokenizer=build_from_config(config.tokenizer))
-    batch = training.rampup_batch_size, training.global_batch_size, training.micro_batch_size
-    init_num_microbatches_calculator(
-        env.rank, *batch, current().dp_size, training.decrease_batch_size_if_needed
-    )
-
-
-class _Batches:
-    schedule: BatchSchedule
-    consumed = 0
+    global_vars.provide(batch_schedule=config.batch_schedule())
+    update_num_microbatches(0)
 
 
 def init_num_microbatches_calculator(
@@ -79,21 +73,19 @@ def init_num_microbatches_calculator(
     """Sets what `get_num_microbatches()` answers. Raises ValueError for a batch that does not divide."""
     ramp: Any = rampup_batch_size and tuple(map(int, rampup_batch_size))
     sizes = micro_batch_size, data_parallel_size, global_batch_size
-    _Batches.schedule, _Batches.consumed = BatchSchedule(*sizes, ramp, decrease_batch_size_if_needed), 0
-    global_vars.provide(
-        num_microbatches=lambda: _Batches.schedule.num_microbatches(_Batches.consumed),
-        global_batch_size=lambda: _Batches.schedule.global_batch_size(_Batches.consumed),
-    )
+    global_vars.provide(batch_schedule=BatchSchedule(*sizes, ramp, decrease_batch_size_if_needed))
+    update_num_microbatches(0)
 
 
 def update_num_microbatches(consumed_samples: int, *_: Any, **__: Any) -> None:
     """So many samples have been trained on."""
-    _Batches.consumed = int(consumed_samples)
+    names, schedule = ("num_microbatches", "global_batch_size"), global_vars.get_batch_schedule()
+    global_vars.provide(**{name: partial(getattr(schedule, name), int(consumed_samples)) for name in names})
 
 
 def get_micro_batch_size() -> int:
     """Samples of a microbatch."""
-    return _Batches.schedule.micro_batch_size
+    return int(global_vars.get_batch_schedule().micro_batch_size)
 
 
 def save_checkpoint(
@@ -108,6 +100,7 @@ def save_checkpoint(
     """Into `--save`: weights, optimizer, scheduler. Communicates over the world. Raises CheckpointError."""
     common = {} if optimizer is None else optimizer.state_dict()
     common |= {"iteration": iteration, "config": global_vars.get_config().flat()}
+    common["steps_trained"] = max((STEPS_TRAINED.get(one, 0) for one in unwrap_model(list(model))), default=0)
     common["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
     common["scheduler"] = opt_param_scheduler and opt_param_scheduler.state_dict()
     _checkpointer(optimizer).save(iteration, *_pieces(model, optimizer), common, wait=True)
@@ -128,6 +121,8 @@ def load_checkpoint(
         engine.weights_changed()
     if not restored.resumed:
         return 0, 0.0
+    steps = restored.common.get("steps_trained", restored.iteration)
+    STEPS_TRAINED.update(dict.fromkeys(unwrap_model(list(model)), steps))
     if optimizer is not None and restored.optimizer:
         optimizer.load_state_dict(restored.common)
     if opt_param_scheduler is not None and restored.common.get("scheduler"):
@@ -153,18 +148,34 @@ def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], lis
     return weights, [] if optimizer is None else optimizer.inner.pieces()
 
 
-def save_sharded(sharded_state_dict: Any, checkpoint_dir: str, *_: Any, **__: Any) -> None:
-    """`dist_checkpointing.save` of a model's `sharded_state_dict()`, which any layout can load. Communicates over the
-    world. Raises CheckpointError."""
-    save(checkpoint_dir, 0, sharded_state_dict.pieces, {}, {}, current())
+def save_sharded(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> None:
+    """`dist_checkpointing.save` of a model's `sharded_state_dict()`, or of a dict of it and JSON values; any layout can
+    load it. Communicates over the world. Raises CheckpointError; ValueError for other values and for strategies."""
+    pieces, values = _split(sharded_state_dict, *strategies, **named)
+    try:
+        save(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
+    except TypeError as error:
+        raise ValueError(f"dist_checkpointing.save, of {sorted(values)}: {error}; vars(args) is") from error
 
 
-def load_sharded(
-    sharded_state_dict: Any, checkpoint_dir: str, *_: Any, **__: Any
-) -> Mapping[str, torch.Tensor]:
-    """`dist_checkpointing.load`, for `load_state_dict`; the model's tensors are filled in place. Communicates over the
-    world. Raises CheckpointError."""
+def load_sharded(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> Any:
+    """`dist_checkpointing.load`, of what `save` takes: the model's tensors are filled in place, values are the saved
+    ones. Communicates over the world. Raises as `save`."""
+    pieces, _ = _split(sharded_state_dict, *strategies, **named)
     if (found := find(checkpoint_dir, current()).found) is None:
         raise CheckpointError(f"{checkpoint_dir}: no checkpoint that dist_checkpointing.save has written")
-    load_pieces(found, sharded_state_dict.pieces, current())
+    load_pieces(found, pieces, current())
+    sharded_state_dict.update(found.manifest.common.get("values", {}))
     return sharded_state_dict
+
+
+def _split(given: Any, *strategies: Any, **named: Any) -> tuple[list[LocalPiece], dict[str, Any]]:
+    """The model's pieces, and what else is in the dict."""
+    state = {"model": given} if isinstance(given, ShardedStateDict) else given
+    named.pop("validate_access_integrity", None)  # always so
+    models = [one for one in state.values() if isinstance(one, ShardedStateDict)]
+    if len(models) != 1 or any((*strategies, *named.values())):
+        raise ValueError(
+            "dist_checkpointing: sharded_state_dict() of one model, no strategies, nothing async"
+        )
+    return models[0].pieces, {name: one for name, one in state.items() if one is not models[0]}

@@ -21,7 +21,7 @@ class NotInitializedError(RuntimeError):
 _GLOBALS: dict[str, Any] = {}  # the one place for what Megatron keeps global
 _NAMES = frozenset(
     "config device parallel_state timers tokenizer tensorboard_writer wandb_writer num_microbatches "
-    "global_batch_size".split()
+    "global_batch_size batch_schedule".split()
 )
 
 
@@ -82,6 +82,7 @@ get_tensorboard_writer = _getter(
     "tensorboard_writer", "torch's SummaryWriter on the last rank with --tensorboard-dir, else None."
 )
 get_wandb_writer = _getter("wandb_writer", "The wandb run on the last rank with --wandb-project, else None.")
+get_batch_schedule = _getter("batch_schedule", "The run's `BatchSchedule`.")
 _num_microbatches = _getter("num_microbatches", "A function.")
 _global_batch_size = _getter("global_batch_size", "A function.")
 

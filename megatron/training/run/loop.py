@@ -57,6 +57,7 @@ class TrainingLoop:
         self._memory_logged = False
         self._begun_at = 0  # samples consumed before the newest step
         global_vars.provide(
+            batch_schedule=self._batch,
             num_microbatches=lambda: self._batch.num_microbatches(self._begun_at),
             global_batch_size=lambda: self._batch.global_batch_size(self._begun_at),
         )

@@ -2,15 +2,19 @@
 
 import functools
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import megatron.core.distributed
+import megatron.core.tensor_parallel.random
 from megatron.compat.names import table
 from tests.harness.ranks import run_ranks
 from tools import generate_names
@@ -59,25 +63,29 @@ def batches(share=0, ranks=1):
 
 
 def build(tp=1, pp=1, **fields):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron.core import mpu, parallel_state
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp)
     model_parallel_cuda_manual_seed(123)
+    fields |= {"hidden_dropout": fields.get("hidden_dropout", 0.0)}
+    return model_of(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, **fields)
+
+
+def model_of(**fields):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.core import mpu
+
     config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
         num_attention_heads=4,
-        hidden_dropout=0.0,
         attention_dropout=0.0,
         pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
         **fields,
     )
     return GPTModel(
@@ -237,14 +245,17 @@ def resumed_loop(ctx, folder):
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr), [model])
     assert load_checkpoint([model], optimizer, None) == (0, 0.0)
 
-    def train(data):
+    def train(data, forward_only=False):
         model.zero_grad_buffer()
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data,
             model=model,
             num_microbatches=get_num_microbatches(),
+            forward_only=forward_only,
         )
+        if forward_only:
+            return None
         model.finish_grad_sync()
         return optimizer.step()[1]
 
@@ -253,6 +264,7 @@ def resumed_loop(ctx, folder):
     save_checkpoint(7, [model], optimizer, None, 11.0)
     expected = train(batches())
     assert load_checkpoint([model], optimizer, None) == (7, 11.0)
+    train(batches(), forward_only=True)  # shifts no dropout masks, nor does the process's past
     assert train(batches()) == expected
     assert load_checkpoint([model], None, None) == (7, 11.0)
 
@@ -260,7 +272,7 @@ def resumed_loop(ctx, folder):
 FLAGS = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 2 --vocab-size 63 --distributed-backend gloo"
-    " --hidden-dropout 0 --attention-dropout 0 --save-interval 1"
+    " --hidden-dropout 0.3 --attention-dropout 0 --save-interval 1"
 )
 
 
@@ -311,14 +323,20 @@ def test_each_row_is_a_name_or_says_what_to_use(path):
             with pytest.raises(ImportError) as error:
                 exec(f"from {path} import {row['name']}")
             assert row["instead"] in str(error.value)
+            with pytest.raises(AttributeError) as error:  # so that hasattr and a default of getattr work
+                getattr(module, row["name"])
+            assert row["instead"] in str(error.value)
             continue
         home, _, attribute = row["home"].partition(":")
         home = importlib.import_module(home)
         for name in home.__all__ if row["name"] == "*" else [row["name"]]:
             expected = home if row["name"] != "*" and not attribute else getattr(home, attribute or name)
-            assert (
-                getattr(module, name) is expected
-            )  # one meaning: no module of ours has another thing of this name
+            found = getattr(module, name)
+            if isinstance(found, types.ModuleType) and not isinstance(expected, types.ModuleType):
+                found = getattr(
+                    found, name
+                )  # imported, a path takes the place of its function, which it calls
+            assert found is expected  # one meaning: no module of ours has another thing of this name
 
 
 def test_every_module_of_ours_at_a_path_of_megatrons_passes_unknown_names_on():
@@ -337,8 +355,144 @@ def test_names_that_no_row_knows():
 def test_function_and_module_of_one_name():
     from megatron.core.distributed import finalize_model_grads
 
-    with pytest.raises(AssertionError, match="wrap the model"):
+    with pytest.raises(ValueError, match="wrap the model"):
         finalize_model_grads([torch.nn.Linear(1, 1)])
+    importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    with pytest.raises(ValueError, match="wrap the model"):
+        megatron.core.distributed.finalize_model_grads([torch.nn.Linear(1, 1)])
+
+
+def test_asking_whether_a_name_is_there_raises_nothing():
+    assert not hasattr(megatron.core.distributed, "FullyShardedDataParallel")
+    assert getattr(megatron.core.tensor_parallel.random, "get_cuda_rng_tracker", None) is None
+    for path in ("megatron.core.extensions", "megatron.core.transformer.moe", "megatron.core.nothing"):
+        assert importlib.util.find_spec(path) is None
+    assert importlib.util.find_spec("megatron.core.parallel_state") is not None
+    with pytest.raises(AttributeError, match=r"torch\.distributed"):
+        megatron.core.parallel_state.get_data_parallel_group_gloo()
+
+
+def one_rank(**sizes):
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
+
+
+def test_fields_that_a_loop_cannot_have_are_refused_or_warned_of():
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    one_rank()
+    module = torch.nn.Linear(2, 2)
+    for fields, told in (
+        ({"use_custom_fsdp": True, "fsdp_double_buffer": True}, "--use-custom-fsdp, --fsdp-double-buffer"),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, "--data-parallel-sharding-strategy"),
+        ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances=2"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            DistributedDataParallel(None, DistributedDataParallelConfig(**fields), module)
+    with pytest.warns(UserWarning, match="overlap_grad_reduce"):
+        DistributedDataParallel(None, DistributedDataParallelConfig(overlap_grad_reduce=True), module)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (
+            "--pipeline-model-parallel-size 2 --num-layers 4 --zero-bubble-v-schedule",
+            "--zero-bubble-v-schedule",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank",
+        ),
+        (
+            "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params",
+            "--use-custom-fsdp, --data-parallel-sharding-strategy",
+        ),
+    ],
+)
+def test_flags_that_a_loop_cannot_have_are_refused(flags, refused, monkeypatch):
+    from megatron.training import initialize_megatron
+
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(sys, "argv", ["trainer", *FLAGS.split(), *flags.split()])
+    with pytest.raises(ValueError, match=f"{refused}.*pretrain"):
+        initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+
+
+def test_methods_of_the_wrapper():
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    one_rank()
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), torch.nn.Linear(2, 2))
+    model.broadcast_params()
+    model.zero_grad_buffer()
+    with model.no_sync():
+        model(torch.ones(1, 2)).sum().backward()
+    model.start_grad_sync()
+    model.scale_gradients(0.5)
+    model.finish_grad_sync()
+    assert torch.equal(model.module.weight.grad, torch.full((2, 2), 0.5))
+    model.start_param_sync(force_sync=True)
+    model.disable_forward_pre_hook(param_sync=False)
+    model.enable_forward_pre_hook()
+    config = OptimizerConfig(lr=1e-2)
+    get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    with pytest.raises(ValueError, match="wrap the model"):
+        get_megatron_optimizer(config, [model.module])
+    with pytest.raises(ValueError, match="without conditions"):
+        get_megatron_optimizer(config, [model], scale_lr_cond=lambda *_: True)
+
+
+def test_checkpoints_of_a_model_beside_other_values(tmp_path):
+    from megatron.core.dist_checkpointing.serialization import load, save
+
+    model = build()
+    saved = {name: one.detach().clone() for name, one in model.named_parameters()}
+    save({"model": model.sharded_state_dict(), "iteration": 3}, str(tmp_path / "nested"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = load({"model": model.sharded_state_dict(), "iteration": 0}, str(tmp_path / "nested"))
+    assert state["iteration"] == 3
+    model.load_state_dict(state["model"])
+    assert all(torch.equal(one, saved[name]) for name, one in model.named_parameters())
+    for wrong, options in (
+        ({"iteration": 3}, {}),
+        (model.sharded_state_dict(), {"sharded_strategy": "zarr"}),
+    ):
+        with pytest.raises(ValueError, match="one model, no strategies"):
+            save(wrong, str(tmp_path / "wrong"), **options)
+    with pytest.raises(ValueError, match="vars"):
+        save({"model": model.sharded_state_dict(), "args": object()}, str(tmp_path / "wrong"))
+
+
+def groups_of_instances(ctx):
+    """Of two ranks: two optimizer instances; two tensor parallel ranks; two pipeline ranks."""
+    from megatron.core import mpu
+
+    one_rank(num_distributed_optimizer_instances=2)
+    partial = {"partial_data_parallel": True}
+    assert (mpu.get_data_parallel_world_size(), mpu.get_data_parallel_world_size(**partial)) == (2, 1)
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(**partial))
+    assert total == 1
+    one_rank(tensor_model_parallel_size=2)
+    assert (mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_model_parallel_world_size()) == (2, 1)
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=4,.*parallel, 2 and 1"):
+        model_of(tensor_model_parallel_size=4)
+    one_rank(pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"pipeline_model_parallel_size=1 .*parallel, 1 and 2"):
+        model_of()
+
+
+def test_groups_of_instances_and_sizes_that_differ():
+    run_ranks(groups_of_instances, 2)
 
 
 def test_the_documentation_has_the_table():
