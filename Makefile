@@ -20,9 +20,9 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -c requirements.lock -e '.[dev]'
 	touch $@
 
-# A corpus, training on 4 CPU ranks, a resume, a report and a sample: less than two minutes after installation.
+# A corpus, training on 4 CPU ranks, a resume, a report and a sample: one to three minutes after installation.
 quickstart: $(VENV)/.base
-	PYTHON=$(BIN)/python examples/quickstart/run.sh
+	@PYTHON=$(BIN)/python examples/quickstart/run.sh
 
 # Two parts of the suite at a time: most tests wait for other ranks or use one core.
 test: setup

@@ -88,7 +88,8 @@ def made(args: argparse.Namespace, metrics: Sequence[Path], target: Path) -> Pat
             raise ValueError(f"{len(metrics)} runs: at most {COLOURS} can be told apart on one page")
         names = names_of(metrics)
         return comparison(names, target, args.title or f"Runs compared: {', '.join(names)}")
-    name = metrics[0].resolve().parent.name
+    folder = metrics[0].resolve().parent
+    name = folder.parent.name if folder.name == "checkpoints" else folder.name
     if args.loss_svg:
         return written(
             target,

@@ -44,12 +44,12 @@ def _columns(record: IterationRecord, wide: bool) -> list[tuple[int, str]]:
     if speed is not None:
         columns.append((4, f"{speed:9,.0f} tokens/s" if wide else f"{speed:6,.0f} tok/s"))
     if record.throughput_tflops is not None:
-        columns.append((8, f"{scaled(1e12 * record.throughput_tflops, 'FLOP/s')} a rank"))
+        columns.append((8, f"{scaled(1e12 * record.throughput_tflops, 'FLOP/s'):>12} a rank"))
     if record.memory_bytes is not None:
-        columns.append((6, f"{'memory ' if wide else ''}{size_text(record.memory_bytes, digits=3)}"))
+        columns.append((6, f"{'memory ' if wide else ''}{size_text(record.memory_bytes, digits=3):>8}"))
     if bubbles is not None:
         planned = f" (plan {bubbles.planned:.1%})" if wide else ""
-        columns.append((5, f"bubble {bubbles.measured:.1%}{planned}"))
+        columns.append((5, f"bubble {bubbles.measured:5.1%}{planned}"))
     return [*columns, (7, f"ETA {record.eta}" if record.eta else ""), *((9, loss) for loss in losses[1:])]
 
 

@@ -178,7 +178,7 @@ def test_columns_go_by_their_importance_and_a_line_is_never_wrapped():
     whole = short_line(RECORD, 400)
     assert whole == (
         " step  12345/100000  loss 3.2500  2 skipped (1 NaN)  grad norm  1.500     12,346 tokens/s  12.3 GFLOP/s a rank"
-        "  memory 6.7 GB  bubble 9.3% (plan 7.7%)  ETA 0:01:10  aux 0.5000"
+        "  memory   6.7 GB  bubble  9.3% (plan 7.7%)  ETA 0:01:10  aux 0.5000"
     )
     for width in range(20, 300):
         assert len(short_line(RECORD, width)) < width
