@@ -96,7 +96,7 @@ def test_a_resumed_run_that_is_interrupted(two_ranks):
     assert finished.statuses == (75,)
     lines = seen(terminal.written.decode())
     step = next(line for line in lines if line.startswith(" step   20/5000"))
-    amounts = r"grad norm +\d\.\d{3}  +[\d,]+ tokens/s  [\d.]+ [MG]FLOP/s a rank  memory \S+ GB  ETA \S+$"
+    amounts = r"grad norm +\d\.\d{3}  +[\d,]+ tokens/s +[\d.]+ [MG]FLOP/s a rank  memory +\S+ GB  ETA \S+$"
     assert re.search(r"  loss \d\.\d{4}  " + amounts, step), step
     assert not [line for line in lines if "█" in line or "░" in line]
     last = [line for line in lines if line.strip()][-1]
