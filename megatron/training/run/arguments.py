@@ -284,7 +284,7 @@ Most often added next:
 Where to look:
   --help            every flag, also in docs/flags.md
   --check-config    what a line means: checked, told, not run
-  make quickstart   from a corpus to a sample in some minutes; docs/quickstart.md
+  make quickstart   from a corpus to a sample in minutes; docs/quickstart.md
 """
 
 

@@ -136,7 +136,7 @@ def test_each_command_works_from_an_empty_folder(installed):
     ]
     trained = installed.run(*launcher, zero, "train", "--pipeline-model-parallel-size", "2", *own)
     assert re.search(r"iteration +2/ +2 .* lm loss: ", trained)
-    assert "2 ranks, pp=2" in installed.run(zero, "checkpoint", "ck", torch=False)
+    assert "2 ranks: PP 2" in installed.run(zero, "checkpoint", "ck", torch=False)
     assert "    | " in installed.run(zero, "data", "inspect", "--load", "ck", torch=False)
     assert "report.html" in installed.run(zero, "report", "ck")
 
