@@ -38,10 +38,11 @@ STEPS_TRAINED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictio
 
 
 def unwrap_model(model: Any) -> Any:
-    """The model inside its wrappers; of a list, each."""
+    """The model inside its wrappers, ours or torch's; of a list, each."""
     if isinstance(model, list):
         return [unwrap_model(one) for one in model]
-    return unwrap_model(model.module) if hasattr(model, "module") else model
+    wrappers = (DataParallelModel, nn.parallel.DistributedDataParallel)
+    return unwrap_model(model.module) if isinstance(model, wrappers) else model
 
 
 def get_model_config(model: nn.Module) -> Any:

@@ -95,7 +95,8 @@ OptimizerConfig = _config_class("OptimizerConfig", OptimizerFlags, **_MORE_OF_OP
 
 def core_transformer_config_from_args(args: Any, config_class: Any = TransformerConfig) -> Any:
     """A `TransformerConfig` of the values of `get_args()`."""
-    values = {name: value for name, value in vars(args).items() if hasattr(TransformerConfig, name)}
+    names = {one.name for one in dataclasses.fields(TransformerConfig)}
+    values = {name: value for name, value in vars(args).items() if name in names}
     grouped = args.num_query_groups if args.group_query_attention else None
     return config_class(**{**values, "num_query_groups": grouped})
 

@@ -1,3 +1,5 @@
 """The trainer; its public names are those of Megatron's, rows of `compat/names.csv`."""
 
-__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names
+import sys
+
+__getattr__ = sys.modules["megatron"].names_of(__name__)  # Megatron's names

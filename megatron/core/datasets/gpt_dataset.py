@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron import names_of
 from megatron.core.datasets import index_builders as index
 from megatron.core.datasets.errors import DataError, require_memory
 from megatron.core.datasets.gpt_dataset_config import MOCK_LONGEST_DOCUMENT
@@ -325,4 +326,4 @@ def pad_id(pad: int | None, other_special_ids: frozenset[int]) -> int:
     return NO_PAD if pad is None or pad in other_special_ids else pad
 
 
-__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names
+__getattr__ = names_of(__name__)  # Megatron's names

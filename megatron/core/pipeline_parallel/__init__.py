@@ -1,3 +1,5 @@
 """Pipelines: plans and what runs them."""
 
-__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names
+import sys
+
+__getattr__ = sys.modules["megatron"].names_of(__name__)  # Megatron's names

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron import names_of
 from megatron.core.transport.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from megatron.core.transport.parallel_state import Group, ParallelState
 
@@ -153,4 +154,4 @@ def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     return logits if tp.size == 1 else _GatherVocabulary.apply(logits, tp)
 
 
-__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names
+__getattr__ = names_of(__name__)  # Megatron's names

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron import names_of
 from megatron.core.module import ModelContext
 from megatron.core.param_meta import InitKind, ParamMeta
 
@@ -132,4 +133,4 @@ def fill_rectangle(
         part.copy_(values[first - start : end - start, col_start:col_end].reshape(part.shape))
 
 
-__getattr__ = __import__("megatron").names_of(__name__)  # Megatron's names
+__getattr__ = names_of(__name__)  # Megatron's names
