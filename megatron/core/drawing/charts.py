@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from megatron.core.drawing.page import (
     COLOURS,
     LETTER,
+    NARROWEST,
     WIDE,
     Key,
     Picture,
@@ -26,7 +27,6 @@ MAX_HOVER = 120  # hover targets per line
 MAX_MARKS = 100
 MAX_GAPS = 100  # with more interruptions by NaN the line is drawn through; the caption counts them
 LARGEST, SMALLEST = 1e200, 1e-200  # beyond these differences and powers of ten leave a float's range
-NARROWEST = 280  # pixels of a plot, for which labels of marks are laid out
 TOP, AXIS = 30, 34  # pixels above a chart's plot, for labels of marks, and below it
 
 Points = Sequence[tuple[float, float]]  # (iteration or another x, value)

@@ -9,12 +9,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.drawing.charts import nice_ticks, tick_text
-from megatron.core.drawing.page import LETTER, WIDE, Key, Picture, element, percent, stretched, text, x_axis
+from megatron.core.drawing.page import (
+    LETTER,
+    NARROWEST,
+    WIDE,
+    Key,
+    Picture,
+    element,
+    percent,
+    stretched,
+    text,
+    x_axis,
+)
 
-NARROWEST, WIDEST = (
-    280,
-    1040,
-)  # pixels: least widths of a plot, within which the shortest box has room for its text
+WIDEST = 1040  # pixels: a plot is at most this wide for the text of its shortest box
 _DIGIT = 5.7  # pixels, in a box
 
 Share = Callable[[float], float]  # of the width, from the left, where a time is
@@ -81,9 +89,8 @@ class Stack:
     def draw(self, y: float, share: Share, width: float) -> Drawn:
         """As a lane."""
         base, end, unit = y + self.height, round(WIDE * share(self.end)), (self.height - 4) / self.most
-        points: dict[
-            int, Sequence[float]
-        ] = {}  # of what is within a pixel or so, the most, and behind it the last
+        # Of what is within a pixel or so, the most, and behind it the last.
+        points: dict[int, Sequence[float]] = {}
         for at, sums in self.moments:
             x = round(WIDE * share(at) / 16) * 16
             points[x] = max(points.get(x, sums), sums, key=lambda one: one[-1])

@@ -17,6 +17,7 @@ PLOT_STYLE, _PAGE_STYLE = (
 )
 WIDE = 10_000  # units of x across a plot, of paths that stretch with it
 LETTER = 6.3  # pixels of a letter or digit, about
+NARROWEST = 280  # pixels of a plot, on a phone
 COLOURS = 6  # of curves
 
 
