@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -139,7 +140,8 @@ def _history(run: RunRecord) -> str:
     before: Mapping[str, Any] = {}
     for event in run.events:
         known = ("event", "iteration", "time", "config")
-        said = [f"{key}: {_cut(str(value))}" for key, value in event.items() if key not in known]
+        told = ((key, value) for key, value in event.items() if key not in known and value is not None)
+        said = [f"{key.replace('_', ' ')}: {_short(value)}" for key, value in told]
         if event["event"] == "start":
             config = event.get("config", {})
             changed = (
@@ -154,7 +156,7 @@ def _history(run: RunRecord) -> str:
         return ""
     left_out = len(rows) - MAX_EVENTS
     note = f"<p>the {left_out} events before are left out</p>" if left_out > 0 else ""
-    shown = drawing.table(rows[-MAX_EVENTS:], ("time", "event", "iteration", ""))
+    shown = drawing.table(rows[-MAX_EVENTS:], ("time", "event", "iteration", "what"))
     return drawing.fold(f"What happened ({len(rows)} events)", note, shown)
 
 
@@ -166,6 +168,14 @@ def _settings(title: str, values: Mapping[str, Any], *, is_open: bool = False) -
 def setting_text(value: Any) -> str:
     """A setting on one line, at most 400 letters of it."""
     return _cut(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _short(value: Any) -> str:
+    """Of an event: numbers by four digits, the beginning of a digest."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_short, value))
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else _cut(text)
 
 
 def _moment(seconds: float) -> str:

@@ -174,6 +174,14 @@ def test_no_other_plan_than_the_runs_is_drawn(tmp_path, setting):
     assert "The step as planned" not in text
 
 
+def test_events_are_told_in_short_numbers_and_beginnings_of_digests(tmp_path):
+    plan = {"hash": "ab" * 32, "f_ms": [5.786685, 4.0], "kept": None, "planned_bubble": 0.07136348783227384}
+    event = {"event": "plan", "iteration": 4, "time": 1004.0, **plan}
+    text, _ = page_of(write(tmp_path / "planned", [start(0, 213_568, pp=2), *steps(1, 5), event]))
+    assert "hash: abababababab, f ms: 5.787, 4, planned bubble: 0.07136" in text
+    assert "ab" * 32 not in text
+
+
 def test_of_many_timers_the_longest_are_drawn_and_the_others_named(tmp_path):
     timers = {f"phase-{number}-time": float(number) for number in range(8)}
     records = [{"iteration": at, "lm loss": 2.0, **timers} for at in (1, 2)]
