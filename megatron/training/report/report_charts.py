@@ -42,8 +42,13 @@ def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Pictur
             else:
                 series.append(Series(name, values, points=held_out, colour=colour))
     over = " or ".join(map(str, sorted(windows)))
-    note = f"Smoothed: means over {over} records around each." if over else ""
-    return line_chart(title, series, marks=marks_of(runs), note=note, height=260, hover=hover)
+    marks = marks_of(runs)
+    notes = [
+        f"Smoothed: means over {over} records around each." if over else "",
+        "Triangles: checkpoints." if any(mark.kind == "checkpoint" for mark in marks) else "",
+    ]
+    note = " ".join(filter(None, notes))
+    return line_chart(title, series, marks=marks, note=note, height=260, hover=hover)
 
 
 def sections(runs: Runs) -> Iterator[tuple[str, list[Picture]]]:
