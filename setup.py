@@ -5,7 +5,14 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SCRIPTS = ("pretrain_gpt.py", "tools/*.py", "tools/*.html", "tools/*.json")
+SCRIPTS = (
+    "pretrain_gpt.py",
+    "tools/**/*.py",
+    "tools/**/*.csv",
+    "tools/**/*.css",
+    "tools/*.html",
+    "tools/*.json",
+)
 
 
 class BuildWithScripts(build_py):

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.core.words import counted, size_text
 from megatron.training.report.metrics_file import read_metrics
-from megatron.training.report.run_record import layout
+from tools.reports.run_record import layout
 
 LOSS, HELD_OUT = "lm loss", "lm loss validation"
 _LAYER = re.compile(r"(.*\.layers\.)([0-9]{1,6})(\..*)")

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.sharding_table import STRATEGIES, ShardPlace
-from tools.schedule_residency import moves_of_one_stage
+from tools.schedules.residency import moves_of_one_stage
 
 Row = dict[str, Any]
 # Titles and columns of all tables; of the published ones also what is not computed, as was measured.

@@ -17,7 +17,9 @@ def names_table() -> str:
 
     lines = ["| import path | names | not here |", "|---|---|---|"]
     for path, rows in itertools.groupby(sorted(table(), key=_by_path), key=_by_path):
-        here, refused, like = [], {}, set()
+        here: list[str] = []
+        refused: dict[str, list[str]] = {}
+        like: set[str] = set()
         for row in rows:
             if row["like"] != path:
                 like.add(f"as `{row['like']}`")

@@ -26,11 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.preprocessing.job import Job, Statistics, run_job
-from megatron.core.datasets.preprocessing.sources import FORMATS, find_sources
 from megatron.core.optional import MissingPackageError, available, require
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import TokenizerError
+from tools.preprocessing.job import Job, Statistics, run_job
+from tools.preprocessing.sources import FORMATS, find_sources
 from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
 
 EXIT_CONFIGURATION, EXIT_DATA, EXIT_INTERRUPTED = 2, 4, 130

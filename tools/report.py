@@ -21,14 +21,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import program
-from megatron.core.drawing.charts import Series, line_chart
-from megatron.core.drawing.page import COLOURS, Picture, element, fold, table
 from megatron.training.report.metrics_file import read_metrics
-from megatron.training.report.report import charts, publish, setting_text, totals, write_report, written
-from megatron.training.report.report_charts import loss_chart, marks_of, smoothed, smoothing_window
-from megatron.training.report.run_record import RunRecord, layout, read_run
 from tools.commands import as_called
-from tools.report_pipeline import measured_step, planned_step
+from tools.drawing.charts import Series, line_chart
+from tools.drawing.page import COLOURS, Picture, element, fold, table
+from tools.reports.charts import loss_chart, marks_of, smoothed, smoothing_window
+from tools.reports.page import charts, publish, setting_text, totals, write_report, written
+from tools.reports.pipeline import measured_step, planned_step
+from tools.reports.run_record import RunRecord, layout, read_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,7 +127,7 @@ def losses_over(what: str, runs: Mapping[str, RunRecord]) -> Picture:
     for number, (name, run) in enumerate(runs.items()):
         length = run.config.get("seq_length")
         if what == "minutes of steps":
-            amounts = {at: seconds / 60 for at, seconds in run.seconds()}
+            amounts: dict[float, float] = {at: seconds / 60 for at, seconds in run.seconds()}
         else:
             amounts = {at: count * length / 1e6 for at, count in run.samples} if type(length) is int else {}
         for tag in run.losses:

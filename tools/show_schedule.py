@@ -34,8 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
-from megatron.core.pipeline_parallel.plan.drawing import overlay
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import summary
 from megatron.core.pipeline_parallel.plan.facts import bound_line
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
@@ -45,8 +43,8 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
-from tools import schedule_residency
-from tools.schedule_flags import (
+from tools.schedules import overlay, residency
+from tools.schedules.flags import (
     chunks_of,
     costs_of,
     drawable,
@@ -57,7 +55,8 @@ from tools.schedule_flags import (
     parser,
     request_of,
 )
-from tools.schedule_page import (
+from tools.schedules.held_over_time import summary
+from tools.schedules.page import (
     Entry,
     entry_of,
     longest,
@@ -65,9 +64,10 @@ from tools.schedule_page import (
     table,
     to_html,
 )
-from tools.schedule_picture import HeldCurves, beside_svg, several_svg, to_picture, to_svg
-from tools.schedule_text import columns_per_unit, overlay_figures, overlay_text, to_text
-from tools.schedule_trace import overlay_trace, to_trace
+from tools.schedules.picture import HeldCurves, beside_svg, several_svg, to_picture, to_svg
+from tools.schedules.residency import Shown
+from tools.schedules.text import columns_per_unit, overlay_figures, overlay_text, to_text
+from tools.schedules.trace import overlay_trace, to_trace
 
 
 def figures(
@@ -119,11 +119,11 @@ def run(args: argparse.Namespace) -> str:
         page = Path(__file__).with_name("playground.html").read_text(encoding="utf-8")
         return f"wrote {write(args.playground, page, '--playground')}\n"
     if args.rank_memory_limit is not None:
-        from tools import schedule_budget  # with all that the trainer knows of flags
+        from tools.schedules import budget  # with all that the trainer knows of flags
 
-        schedule_budget.check(args)
+        budget.check(args)
     else:
-        schedule_residency.check(args)
+        residency.check(args)
     if args.measured is not None:
         return run_measured(args)
     if args.iteration is not None:
@@ -131,14 +131,16 @@ def run(args: argparse.Namespace) -> str:
     names = names_of(args)
     if not names:
         request_of(args, "1f1b")  # which says what is missing
-    alone = args.data_parallel_size is not None  # of one schedule, with its gathers and reductions
+    is_alone = args.data_parallel_size is not None  # of one schedule, with its gathers and reductions
     compares = args.html is not None or args.pictures is not None or args.format in ("table", "html")
-    if not alone and (len(names) > 1 or compares):
+    if not is_alone and (len(names) > 1 or compares):
         return run_compared(args, names)
-    begin, reasons = time.perf_counter(), []
+    begin = time.perf_counter()
+    reasons: list[str] = []
+    shown: Shown | None
     bound = None
     if args.rank_memory_limit is not None:
-        name, shown, reasons = schedule_budget.chosen(args)
+        name, shown, reasons = budget.chosen(args)
         simulation = drawable(shown.simulation)
         drawn = Entry(name, simulation, time_name="seconds")
     else:
@@ -151,7 +153,7 @@ def run(args: argparse.Namespace) -> str:
         simulation = fitting(drawable(entry.simulation), limits_of(args, args.stages))
         schedule = simulation.plan.schedule
         bound = bound_line(schedule, request_of(args, schedule, several=names == [AUTO])[0], simulation)
-        shown = schedule_residency.shown(args, simulation)
+        shown = residency.shown(args, simulation)
         drawn = entry if shown is None else Entry(entry.name, shown.simulation)
     solve_seconds = time.perf_counter() - begin
     if args.html is not None and shown is not None:
@@ -164,7 +166,7 @@ def run(args: argparse.Namespace) -> str:
         if bound is not None:
             more["bound"] = bound
         if shown is not None:
-            more["residency"] = schedule_residency.figures(shown)
+            more["residency"] = residency.figures(shown)
         said = {**figures(simulation, solve_seconds, args.message_bytes), **more}
         return json.dumps(said, allow_nan=False) + "\n"
     told = "".join(f"{line}\n" for line in reasons)
@@ -172,7 +174,7 @@ def run(args: argparse.Namespace) -> str:
         grid = summary(simulation) + "\n" if args.html is not None else FORMATS["text"](simulation)
         rows = args.html is None
         grid += "" if bound is None else f"{bound}\n"
-        return told + grid + ("" if shown is None else schedule_residency.told(shown, rows=rows))
+        return told + grid + ("" if shown is None else residency.told(shown, rows=rows))
     print(told, end="", file=sys.stderr)  # what is printed is a file
     return FORMATS[args.format](simulation)
 
@@ -358,7 +360,8 @@ def measured_page(
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 for what cannot be planned."""
     line = parser(__doc__, [*FORMATS, "table", "html"])
-    args, args.model_words = line.parse_known_args(argv)
+    args, model_words = line.parse_known_args(argv)
+    args.model_words = model_words
     args.words = sys.argv[1:] if argv is None else argv
     if args.model_words and args.rank_memory_limit is None:
         line.error(f"unrecognized arguments: {' '.join(args.model_words)}")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.pipeline_parallel.plan.drawing.overlay import chosen_step
 from tests.harness import launch
 from tests.harness.runs import assert_same_bits, assert_same_but_for_rounding, runs_of
 from tools import show_schedule
+from tools.schedules.overlay import chosen_step
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"
 PLAIN = "tests/functional_tests/trainers/plain_pipeline.py"

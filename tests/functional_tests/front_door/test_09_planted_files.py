@@ -19,11 +19,11 @@ from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.preprocessing import job, sources
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tokenizer import ByteTokenizer, TokenizerError
 from tests.harness import launch
+from tools.preprocessing import job, sources
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.timeout(30)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.drawing.page import PLOT_STYLE
 from tools import report, show_schedule
+from tools.drawing.page import PLOT_STYLE
 
 ROOT = Path(__file__).resolve().parents[3]
 ZBV = "--schedule zbv --stages 4 --microbatches 8"

@@ -15,10 +15,10 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
-from megatron.training.report.run_record import layout, read_run
 from tests.harness import launch
 from tests.harness.tiny_models import tiny_config
 from tools import generate, inspect_checkpoint, inspect_data
+from tools.reports.run_record import layout, read_run
 
 TEXTS = [f"def number_{n}():\n    return {n}  # \x1b[31mred\x07\n" * 4 for n in range(40)]
 RUN = [

@@ -6,7 +6,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.simulate import over_limit
-from tools.schedule_page import (
+from tools.schedules.page import (
     Entry,
     entry_of,
     longest,

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from tools.schedule_flags import limits_of, names_of, parser, request_of
+from tools.schedules.flags import limits_of, names_of, parser, request_of
 
 
 def parsed(*words):

@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from tests.harness import unit_stages
 from tests.harness.measured_runs import lowered, simulate
-from tools import schedule_page as page
-from tools.schedule_page import Entry, to_html
+from tools.schedules import page
+from tools.schedules.page import Entry, to_html
 
 
 def simulation(name, ranks=2, microbatches=3, comm=0.0):

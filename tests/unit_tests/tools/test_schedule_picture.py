@@ -5,10 +5,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from megatron.core.drawing.page import WIDE
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from tests.harness.measured_runs import lowered, simulate
-from tools.schedule_picture import COLOURS, several_svg, to_picture
+from tools.drawing.page import WIDE
+from tools.schedules.picture import COLOURS, several_svg, to_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOX = re.compile(r"M(\d+) \d+H(\d+)V\d+H\d+z")

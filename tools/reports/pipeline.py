@@ -6,18 +6,18 @@ import dataclasses
 import math
 from pathlib import Path
 
-from megatron.core.drawing.page import Picture
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing import overlay
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import summary
 from megatron.core.pipeline_parallel.plan.facts import MOST_FORWARDS
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.training.report.run_record import SIZES, RunRecord, at_least_1
-from tools.schedule_picture import MOST_BOXES, HeldCurves, plan_picture
+from tools.drawing.page import Picture
+from tools.reports.run_record import SIZES, RunRecord, at_least_1
+from tools.schedules import overlay
+from tools.schedules.held_over_time import summary
+from tools.schedules.picture import MOST_BOXES, HeldCurves, plan_picture
 
 RANKS = "pipeline_model_parallel_size"
 # With one of these the run's plan is more than its schedule's, and only --timeline has it.

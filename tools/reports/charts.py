@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.core.drawing.charts import LARGEST, Mark, Points, Series, line_chart
-from megatron.core.drawing.page import COLOURS, Picture
 from megatron.core.safe_files import read_text
-from megatron.training.report.run_record import RunRecord, layout
+from tools.drawing.charts import LARGEST, Mark, Points, Series, line_chart
+from tools.drawing.page import COLOURS, Picture
+from tools.reports.run_record import RunRecord, layout
 
 Runs = Sequence[tuple[str, RunRecord]]  # by name; one run has no need of its name
 

@@ -16,10 +16,10 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, write_exit_json
 from megatron.training.report.metrics_file import MetricsFile
-from megatron.training.report.report import read_run, write_report
 from tests.harness.measured_runs import lowered, write_timeline
 from tests.harness.unit_stages import asked, model
-from tools.report_pipeline import measured_step
+from tools.reports.page import read_run, write_report
+from tools.reports.pipeline import measured_step
 
 ROOT = Path(__file__).resolve().parents[3]
 VOID = {"meta", "br", "hr", "img", "link", "input"}

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.drawing.charts import nice_ticks, tick_text
-from megatron.core.drawing.page import (
+from tools.drawing.charts import nice_ticks, tick_text
+from tools.drawing.page import (
     LETTER,
     NARROWEST,
     WIDE,

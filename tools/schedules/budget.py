@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import PlanError
@@ -18,8 +19,8 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.config.rule_table import spelled
 from megatron.training.run.arguments import parse_config
-from tools.schedule_flags import names_of
-from tools.schedule_residency import Shown
+from tools.schedules.flags import names_of
+from tools.schedules.residency import Shown
 
 _NOT_BESIDE_IT = tuple(  # other limits, costs and units than the model's, pages of other plans
     "--memory-limit --fsdp-memory-budget --fsdp-reshard-policy --time-f --time-b --time-w --time-comm --time-gather "
@@ -30,7 +31,7 @@ _NOT_BESIDE_IT = tuple(  # other limits, costs and units than the model's, pages
 class _OnGpus(LaunchEnv):
     """What is planned for, whatever this machine has."""
 
-    def gpu_present(self) -> bool:
+    def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         return True
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import held_over_time, limits_in_bytes
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
@@ -14,6 +13,7 @@ from megatron.core.words import size_text
 from tests.harness.measured_runs import lowered
 from tests.harness.unit_stages import asked, model
 from tests.unit_tests.core.pipeline_parallel.plan.held.test_lane_clock import timed
+from tools.schedules.held_over_time import held_over_time, limits_in_bytes
 
 
 def test_by_hand():

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import safe_files
-from megatron.core.drawing import page as drawing
-from megatron.core.drawing.charts import tick_text
-from megatron.core.drawing.page import Picture, element
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
 from megatron.training.report.metrics import perplexity
 from megatron.training.report.progress import format_duration
-from megatron.training.report.report_charts import PIPELINE, Runs, loss_chart, sections
-from megatron.training.report.run_record import RunRecord, layout, read_run
+from tools.drawing import page as drawing
+from tools.drawing.charts import tick_text
+from tools.drawing.page import Picture, element
+from tools.reports.charts import PIPELINE, Runs, loss_chart, sections
+from tools.reports.run_record import RunRecord, layout, read_run
 
 SUMMARY_SETTINGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size"),

@@ -6,18 +6,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from megatron.core.drawing.lanes import Box, Lane, Stack, lanes
-from megatron.core.drawing.page import Key, Picture
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import (
+from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD
+from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from megatron.core.words import size_text
+from tools.drawing.lanes import Box, Lane, Stack, lanes
+from tools.drawing.page import Key, Picture
+from tools.schedules.held_over_time import (
     bars,
     counts_bytes,
     held_over_time,
     limits_in_bytes,
     summary,
 )
-from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD
-from megatron.core.pipeline_parallel.plan.simulate import Simulation
-from megatron.core.words import size_text
 
 # Of F, B, W and BW; letters on them are dark, on a light page and on a dark one.
 COLOURS = ("#5a96e6", "#55b88c", "#e8b23e", "#3fa9a5")

@@ -8,17 +8,17 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.drawing.page import element, fold, page
-from megatron.core.drawing.page import table as page_table
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activation_text
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
-from tools.schedule_picture import ACTIVATIONS, MOST_BOXES, HeldCurves, plan_picture
+from tools.drawing.page import element, fold, page
+from tools.drawing.page import table as page_table
+from tools.schedules.held_over_time import activation_text
+from tools.schedules.picture import ACTIVATIONS, MOST_BOXES, HeldCurves, plan_picture
 
 _MOST_RANKS_IN_A_CELL = 8
 _MOST_NOTES = 20  # of more, the page shows none until asked

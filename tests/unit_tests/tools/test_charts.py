@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.drawing.charts import (
+from tools.drawing.charts import (
     MAX_POINTS,
     Mark,
     Series,

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from megatron.core.drawing.page import (
+from tools.drawing.page import (
     COLOURS,
     LETTER,
     NARROWEST,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activation_text, bars, summary
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Times
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from tools.schedules.held_over_time import activation_text, bars, summary
 
 _MAX_COLUMNS = 20_000  # of the bar of a rank
 

@@ -4,11 +4,6 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.drawing.overlay import (
-    mean_times,
-    measured_costs,
-    measured_simulation,
-)
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
@@ -16,9 +11,14 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from tools.schedule_picture import beside_svg
-from tools.schedule_text import overlay_figures, overlay_text
-from tools.schedule_trace import overlay_trace
+from tools.schedules.overlay import (
+    mean_times,
+    measured_costs,
+    measured_simulation,
+)
+from tools.schedules.picture import beside_svg
+from tools.schedules.text import overlay_figures, overlay_text
+from tools.schedules.trace import overlay_trace
 
 
 def as_run(plan, costs, *, begin=100.0):

@@ -17,9 +17,10 @@ from megatron.core.pipeline_parallel.plan.measuring.timeline_files import Measur
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import POLICIES, STRATEGIES
+from megatron.core.pipeline_parallel.plan.residency import POLICIES
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
+from megatron.core.sharding_table import STRATEGIES
 from tools.commands import as_called
 
 ALL = "all"
@@ -101,9 +102,8 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
         metavar="SHARE",
         help="what is held between B and W, as a share of an activation; may be above 1 (default 1)",
     )
-    made.add_argument(
-        "--format", choices=formats, default="text", help="several schedules: text, json, table, html, svg"
-    )
+    kinds = "several schedules: text, json, table, html, svg"
+    made.add_argument("--format", choices=formats, default="text", help=kinds)
     made.add_argument("--html", type=Path, metavar="FILE", help="compare the schedules on one page")
     made.add_argument("--pictures", type=Path, metavar="DIR", help="a small NAME.svg a schedule, on one axis")
     made.add_argument("--playground", type=Path, metavar="FILE", help="a page with sliders, of nothing else")

@@ -28,8 +28,8 @@ from megatron.core.datasets.checksums import check_corpus, checksums_path, requi
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset, data_path, index_path, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.preprocessing.sources import Source, TextChunk, plan_chunks, read_documents
 from megatron.core.tokenizers.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
+from tools.preprocessing.sources import Source, TextChunk, plan_chunks, read_documents
 
 FORMAT_VERSION = 2
 BATCH_DOCUMENTS = 1024

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.drawing.held_over_time import activations_over_time, bars
-from megatron.core.pipeline_parallel.plan.drawing.overlay import Spans
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_TRANSFER, SEND_B, SEND_F, Kind, op_text
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from tools.schedules.held_over_time import activations_over_time, bars
+from tools.schedules.overlay import Spans
 
 _US_PER_S = 1e6
 UNIT_US = 1000.0  # one unit of time, where times have no unit

@@ -137,7 +137,9 @@ def _equal_layers(
             tuple(
                 UnitCosts(
                     f"layer {stage * count + unit}",
-                    *(times[stage] / count for times in (costs.f, costs.b, costs.w)),
+                    costs.f[stage] / count,
+                    costs.b[stage] / count,
+                    costs.w[stage] / count,
                     weight_bytes=layer_bytes,
                     grad_bytes=layer_bytes,
                 )

@@ -10,9 +10,9 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from tools.schedule_picture import to_svg
-from tools.schedule_text import to_text
-from tools.schedule_trace import to_trace
+from tools.schedules.picture import to_svg
+from tools.schedules.text import to_text
+from tools.schedules.trace import to_trace
 
 
 @pytest.fixture
