@@ -213,11 +213,6 @@ def dataset_lines(dataset_name: str, sizes: Mapping[str, int]) -> list[str]:
     ]
 
 
-def samples_in_words(sizes: Mapping[str, int]) -> str:
-    """The same for a person."""
-    return " > data: " + ", ".join(f"{size:,} {split}" for split, size in sizes.items()) + " samples"
-
-
 def datetime_line(text: str, when: datetime) -> str:
     """`[text] datetime: ...`: before the first step, and where a program exits."""
     return f"[{text}] datetime: {when.strftime('%Y-%m-%d %H:%M:%S')} "
@@ -232,7 +227,7 @@ def plan_in_words(plan: Mapping[str, Any]) -> str:
     """The same for a person, in two lines."""
     held = _range([size_text(size, digits=3) for size in sorted(plan["persistent_bytes_per_rank"])])
     asked = f"schedule {plan['schedule']}, sharding {plan['sharding']}"
-    return f" > plan: {asked}\n > memory: {held} a rank for weights, gradients and optimizer states"
+    return f" > plan: {asked}\n > memory: {held} a rank: weights, gradients, optimizer states"
 
 
 def _range(ascending: Sequence[str]) -> str:
@@ -241,9 +236,8 @@ def _range(ascending: Sequence[str]) -> str:
 
 def parameters_in_words(total: int, by_rank: Sequence[int]) -> str:
     """by_rank: of each model parallel rank, what they share counted on each."""
-    counts = [f"{count:,}" for count in sorted(by_rank)]
-    each = f"; {_range(counts)} on each of {len(counts):,} model parallel ranks" if len(counts) > 1 else ""
-    return f" > model: {total:,} parameters{each}"
+    parts = f", split in {len(by_rank):,} parts of {_range([f'{count:,}' for count in sorted(by_rank)])}"
+    return f" > model: {total:,} parameters{parts if len(by_rank) > 1 else ''}"
 
 
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:

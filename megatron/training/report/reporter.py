@@ -61,16 +61,13 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
 
 def _report_parameters(session: Session, engine: Engine) -> int:
     """Of the model. Rank 0 tells those of all model parallel ranks, in order. Communicates over the world."""
-    ps, counts, total = session.ps, [], 0.0
-    local = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
-    own = [ps.tp_rank, ps.pp_rank, local, _own_parameters(session, engine)] if ps.dp_rank == 0 else None
-    for tp_rank, pp_rank, count, share in filter(None, session.gather(own)):
-        counts.append((tp_rank, pp_rank, count))
-        total += share
-    lines = [metrics.PARAMETER_COUNT.format(tp_rank=tp, pp_rank=pp, count=count) for tp, pp, count in counts]
-    brief = metrics.parameters_in_words(round(total), [count for *_, count in counts])
-    session.print_rank_0(*lines, brief=brief)
-    return round(total)
+    count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
+    line = metrics.PARAMETER_COUNT.format(tp_rank=session.ps.tp_rank, pp_rank=session.ps.pp_rank, count=count)
+    own = (line, count, _own_parameters(engine)) if session.ps.dp_rank == 0 else None
+    lines, counts, shares = zip(*filter(None, session.gather(own)), strict=True)
+    total = round(sum(shares))
+    session.print_rank_0(*lines, brief=metrics.parameters_in_words(total, counts))
+    return total
 
 
 def log_memory(session: Session, engine: Engine, when: str) -> None:
@@ -154,9 +151,8 @@ class Reporter:
         more = {"resumed_iteration": begins, "parameters": parameters}
         self.writers = open_writers(session.config, session.folder.path, enabled=speaks, **more)
         total = total if self._log.progress != "off" else 0
-        self._columns = {"throughput_tflops"} if self._log.log_throughput else set()
-        self._columns |= {"eta"} if total else set()
-        self._columns |= {"bubbles"} if session.ps.pp_size > 1 else set()
+        has = {"throughput_tflops": self._log.log_throughput, "eta": total, "bubbles": session.ps.pp_size > 1}
+        self._columns = [name for name, there in has.items() if there]
         bar = show_bar if on_terminal() else None
         self._progress = ProgressLine(total, first_iteration=begins + 1, speaks=speaks, show_bar=bar)
         self._log_progress("Starting job")
@@ -351,7 +347,7 @@ def append_progress(save: str, event: str, *, job_id: str, world_size: int, stat
         warn(f"{path} is not written: {error}")
 
 
-def _own_parameters(session: Session, engine: Engine) -> float:
+def _own_parameters(engine: Engine) -> float:
     """Parameters on this rank, each divided by how many model parallel ranks have it: their sum is the model's."""
     every = ((part, 2 if meta.shared else 1) for meta in engine.param_meta.values() for part in meta.parts)
     return sum(part.numel / (part.copies * stages) for part, stages in every)

@@ -113,7 +113,8 @@ class TrainingLoop:
             )
             return None
         began = metrics.datetime_line("before the start of training step", datetime.datetime.now())
-        session.print_rank_last("training ...", began, brief="training ...")  # behind what it says of its files
+        # By the rank that has just said where its numbers go: behind that.
+        session.print_rank_last("training ...", began, brief="training ...")
         if self._config.training.manual_gc:
             gc.disable()
             gc.collect()
