@@ -143,12 +143,14 @@ class ProgressLine:
         self._shown_at = now
         age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
         saved = f"last checkpoint {format_age(age_s)}"
-        share, steps = self._iteration / self._total, f"{self._iteration}/{self._total}"
+        share = self._iteration / self._total
         if self._show_bar is None:
             fields = " | ".join([*self._figures, f"ETA {format_duration(self._eta.eta_s())}", saved])
+            steps = f"{self._iteration}/{self._total}"
             print(f" progress: {share:6.1%} | step {steps} | {fields}", file=self._stream, flush=True)
         else:
             ranks = (0, 1, 4, 5, 2, 3)
+            steps = f"{self._iteration:,}/{self._total:,}"
             texts = (f"{share:.1%}", steps, *self._figures, f"ETA {self.eta() or 'n/a'}", saved)
             columns = list(zip(ranks, texts, strict=True))
             width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"

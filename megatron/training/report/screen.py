@@ -44,10 +44,10 @@ def short_line(record: IterationRecord, width: int, has: Collection[str]) -> str
 
 def _columns(record: IterationRecord, has: Collection[str], wide: bool) -> list[tuple[int, str]]:
     """wide: in full."""
-    total, bubbles = f"{record.train_iters}", record.bubbles
+    total, bubbles = f"{record.train_iters:,}", record.bubbles
     losses = [f"{name.removeprefix('lm ')} {_number(value, 6, 4)}" for name, value in record.losses.items()]
     columns = [
-        (0, f" step {record.iteration:{len(total)}d}/{total}"),
+        (0, f" step {record.iteration:{len(total)},}/{total}"),
         (1, losses[0] if losses else f"loss {_NONE:>6}"),
         (2, f"{'grad norm' if wide else 'grad'} {_number(record.grad_norm, 5, 3)}"),
         (3, f"{_pace(record.tokens_per_s)} {'tokens/s' if wide else 'tok/s'}"),

@@ -21,7 +21,7 @@ class Evaluator:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts, self._config, self._state = parts, parts.session.config, parts.state
-        self._newest: tuple[int, list[Evaluated]] | None = None  # on the validation sets, with its iteration
+        self._newest: tuple[int, list[Evaluated]] = -1, []  # on the validation sets, with its iteration
 
     def is_due(self, iteration: int) -> bool:
         """Whether `if_due` evaluates after an iteration: every --eval-interval, where there are validation sets."""
@@ -42,8 +42,8 @@ class Evaluator:
         """After the last iteration: on the validation sets and on the test sets. What has just been evaluated is not
         evaluated again, on other samples: the weights of one iteration have one validation loss."""
         iteration = self._state.iteration
-        again = self._newest is not None and self._newest[0] == iteration
-        found = self._newest[1] if self._newest and again else self._validate()
+        again = self._newest[0] == iteration
+        found = self._newest[1] if again else self._validate()
         self._report(found, f"iteration {iteration} on validation set", again=again)
         self._report(self._evaluate(self._parts.data.test, "test", 0), f"iteration {iteration} on test set")
 

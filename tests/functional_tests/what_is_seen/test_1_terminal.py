@@ -113,12 +113,12 @@ def test_a_resumed_run_that_is_interrupted(two_ranks):
     more = "--train-iters 5000 --save ck --load ck --log-interval 10 --override-opt_param-scheduler".split()
     flags = [*launch.TINY, *FLAGS, *more]
     with on_terminal(flags, 140, cwd=folder) as (terminal, ranks):
-        terminal.wait_for(" step   20/5000", lambda: ranks.alive(0))
+        terminal.wait_for(" step    20/5,000", lambda: ranks.alive(0))
         ranks.signal(signal.SIGINT)
         finished = ranks.wait()
     assert finished.statuses == (75,)
     lines = seen(terminal.written.decode())
-    step = next(line for line in lines if line.startswith(" step   20/5000"))
+    step = next(line for line in lines if line.startswith(" step    20/5,000"))
     amounts = r"grad norm \d\.\d{3}  +[\d,]+ tokens/s +[\d.]+ [MG]FLOP/s a rank  memory +\S+ GB  ETA +\S+$"
     assert re.search(r"  loss \d\.\d{4}  " + amounts, step), step
     assert not [line for line in lines if "█" in line or "░" in line]
@@ -201,15 +201,17 @@ EVERY = ("throughput_tflops", "bubbles", "eta")
 
 def test_columns_go_by_their_importance_and_a_line_is_never_wrapped():
     assert short_line(RECORD, 400, EVERY) == (
-        " step  12345/100000  loss 3.2500  grad norm 1.500  12,346 tokens/s  12.3 GFLOP/s a rank"
+        " step  12,345/100,000  loss 3.2500  grad norm 1.500  12,346 tokens/s  12.3 GFLOP/s a rank"
         "  memory   6.7 GB  bubble  9.3% (plan  7.7%)  ETA 0:01:10  aux 0.5000  2 skipped (1 NaN)"
     )
     for width in range(30, 300):
         assert all(len(row) < width for row in short_line(RECORD, width, EVERY).split("\n"))
-    line = " step  12345/100000  loss 3.2500  grad 1.500  12,346 tok/s"
+    line = " step  12,345/100,000  loss 3.2500  grad 1.500  12,346 tok/s"
     assert short_line(RECORD, 80, EVERY) == f"{line}  bubble  9.3%\n   2 skipped (1 NaN)"
     assert short_line(RECORD, 80, {"eta"}) == f"{line}  mem   6.7 GB\n   2 skipped (1 NaN)"
-    assert short_line(RECORD, 50, ()) == " step  12345/100000  loss 3.2500  grad 1.500\n   2 skipped (1 NaN)"
+    assert (
+        short_line(RECORD, 50, ()) == " step  12,345/100,000  loss 3.2500  grad 1.500\n   2 skipped (1 NaN)"
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 140, 300])
