@@ -161,21 +161,20 @@ class Progress:
         speed = fresh / max(time.monotonic() - self._start, 1e-9)
         left = f", {(total_bytes - done.bytes) / speed:.0f} s left" if speed > 0 else ""
         share = 100 * done.bytes / max(total_bytes, 1)
-        return f"{self.title}: {share:3.0f} %, {done.documents} documents, {speed / 2**20:.1f} MiB/s{left}"
+        return f"{self.title}: {share:3.0f} %, {done.documents:,} documents, {speed / 2**20:.1f} MiB/s{left}"
 
 
 def report(job: Job, done: Statistics, seconds: float) -> None:
     for key in job.keys:
         print(f"{job.corpus_prefix(key)}.bin, .idx, .sha256.json")
     print(
-        f"{done.documents} documents, {done.tokens} tokens "
-        f"from {done.bytes / 2**20:.1f} MiB in {seconds:.1f} s; "
-        f"give --data-path {' or '.join(job.corpus_prefix(key) for key in job.keys)}"
+        f"{done.documents:,} documents, {done.tokens:,} tokens from {done.bytes / 2**20:.1f} MiB in {seconds:.1f} s\n"
+        f"to train on them: --data-path {' or '.join(job.corpus_prefix(key) for key in job.keys)}"
     )
     if done.empty_documents:
-        print(f"{done.empty_documents} documents are empty: they count as documents and hold no tokens")
+        print(f"{done.empty_documents:,} documents are empty: they count as documents and hold no tokens")
     if done.not_utf8:
-        print(f"{done.not_utf8} texts are not UTF-8: their invalid bytes became U+FFFD")
+        print(f"{done.not_utf8:,} texts are not UTF-8: their invalid bytes became U+FFFD")
 
 
 def main(argv: list[str] | None = None) -> int:

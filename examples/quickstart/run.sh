@@ -40,7 +40,8 @@ train() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 pre
 echo "== training on 4 ranks, 2 pipeline x 2 data parallel, up to iteration 120"
 CORES=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')
 if [ "$CORES" -lt 4 ]; then
-  echo "   (4 ranks share $CORES cores: the measured bubble is mostly waiting for a core, far above the plan's)"
+  echo "   (4 ranks share $CORES cores: the measured bubble, the share of a step in which"
+  echo "   ranks wait, is mostly waiting for a core, and far above the plan's)"
 fi
 train --exit-interval 120
 echo "== resuming from the checkpoint"

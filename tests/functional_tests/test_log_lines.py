@@ -10,7 +10,7 @@ from tests.harness import launch
 # As in scripts that users have: names, order and separators are Megatron's.
 ITERATION = re.compile(
     r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
-    r"elapsed time per iteration \(ms\): (\d+\.\d) \| throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d) \| "
+    r"elapsed time per iteration \(ms\): (\d+\.\d) \| throughput per GPU \(TFLOP/s/GPU\): (\d+\.\d+) \| "
     r"learning rate: (\d\.\d{6}E[+-]\d\d) \| global batch size: +(\d+) \| lm loss: (\d\.\d{6}E[+-]\d\d) \| "
     r"loss scale: (\d+\.\d) \| grad norm: (\d\.\d{6}E[+-]\d\d) \| num zeros: (\d+) \| params norm: (\S+) \| "
     r"number of skipped iterations: +(\d+) \| number of nan iterations: +(\d+) \|$",

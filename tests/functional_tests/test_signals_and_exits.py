@@ -61,8 +61,11 @@ def test_signal_to_one_rank_only(tmp_path):
     with launch.forked([*ENDLESS, *SAVING], ranks=2, cwd=tmp_path) as group:
         group.wait_for("iteration        3/")
         group.signal(signal.SIGTERM, 1)
-        launch.ended(group.wait(), 75)
-    stopped_at(tmp_path)
+        output = launch.ended(group.wait(), 75).output
+    stopped = stopped_at(tmp_path)
+    assert launch.exit_record(tmp_path / "ck")["reason"] == "received SIGTERM"
+    told = (f"iteration {stopped:8d}/", "[exiting program after receiving SIGTERM.]", "saving checkpoint at")
+    assert sorted(told, key=output.rindex) == list(told), output
 
 
 def test_signal_before_the_first_iteration(tmp_path):

@@ -20,6 +20,7 @@ import os
 import select
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 STREAMS = {1: "stdout", 2: "stderr"}
+_MOST_EARLY = 1 << 20  # bytes
 _ERASE_BELOW, _UP = b"\x1b[J", b"\x1b[A\r"
 
 
@@ -49,8 +51,7 @@ class ConsoleFile(io.RawIOBase):
     def show(self, shown: bytes, logged: bytes) -> None:
         """shown: what is written here. logged: what the log file has of it, if there is one."""
         if self.isatty():
-            if _TERMINAL.log is not None:
-                _TERMINAL.log.write(logged)
+            _TERMINAL.keep(logged)
             shown = shown and _TERMINAL.above_bar(shown)
         self._put(shown)
 
@@ -92,13 +93,27 @@ class ConsoleFile(io.RawIOBase):
 class _Terminal:
     """What a terminal shows below the lines of this process, and where the lines go besides.
 
-    bar: None without one in this run, empty where another rank has it. log: None while there is no log file.
+    bar: None without one in this run, empty where another rank has it.
     """
 
     def __init__(self) -> None:
         self.bar: bytes | None = None
-        self.log: ConsoleFile | None = None
+        self._log: ConsoleFile | None = None
+        self._early = bytearray()  # what the log file will have of the time before it
         self._in_line = False  # this process has printed the beginning of a line
+
+    def keep(self, data: bytes) -> None:
+        """In the log file, or for it: tools, which have none, are not kept in memory beyond a run's first lines."""
+        if self._log is not None:
+            self._log.write(data)
+        elif len(self._early) < _MOST_EARLY:
+            self._early += data
+
+    def log_to(self, file: ConsoleFile) -> None:
+        """From now on, and of what was printed before."""
+        self._log = file
+        file.write(self._early)
+        self._early.clear()
 
     def above_bar(self, data: bytes = b"") -> bytes:
         """The bytes that show `data`, and the bar below it. [Note: one bar, many writers]"""
@@ -169,25 +184,38 @@ def terminal_width() -> int:
 def say(text: object, brief: str | None = None) -> None:
     """Print a line in one write: `print` makes two when output is unbuffered, and ranks share one pipe.
 
-    brief: what a terminal shows in its place, nothing where it is empty; the log file has the text.
+    A terminal breaks it between words. brief: what a terminal shows in its place, nothing where it is empty; the log
+    file has the text.
     """
-    if brief is None or not on_terminal():
+    if not on_terminal():
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    else:
-        sys.stdout.flush()
-        shown = f"{brief}\n" if brief else ""
-        lines = [line.encode(sys.stdout.encoding, "backslashreplace") for line in (shown, f"{text}\n")]
-        _FILES[1].show(*lines)
+        return
+    sys.stdout.flush()
+    shown = "" if brief == "" else f"{text if brief is None else brief}\n"
+    rows = "".join(wrapped(line, terminal_width()) for line in shown.splitlines(keepends=True))
+    _FILES[1].show(*(told.encode(sys.stdout.encoding, "backslashreplace") for told in (rows, f"{text}\n")))
+
+
+def wrapped(line: str, width: int) -> str:
+    """Broken between words where a terminal is narrower, two blanks further in than it begins. line: with its end."""
+    if len(line) <= width:
+        return line
+    inward = " " * (len(line) - len(line.lstrip()) + 2)
+    rows = textwrap.wrap(
+        line, width - 1, subsequent_indent=inward, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(rows) + "\n"
 
 
 def open_log(folder: Path) -> Path | None:
-    """On a terminal: from now on a file in this folder has what a pipe would get. None elsewhere. Raises OSError."""
+    """On a terminal: a file in this folder has what a pipe would have got so far, and gets the rest. None elsewhere.
+    Raises OSError."""
     if not on_terminal():
         return None
     path = folder / CONSOLE_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    _TERMINAL.log = ConsoleFile(open_for_append(path), str(path))
+    _TERMINAL.log_to(ConsoleFile(open_for_append(path), str(path)))
     return path
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.words import counted, size_text
+from megatron.core.words import size_text
 
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
@@ -43,7 +43,7 @@ class IterationRecord:
     skipped_samples: int | None = _said("skipped samples: {:12d}", default=None)
     elapsed_s: float = _said("elapsed time per iteration (ms): {:.1f}", "iteration-time", times=1000)
     throughput_tflops: float | None = _said(
-        "throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput", default=None
+        "throughput per GPU (TFLOP/s/GPU): {:.{places}f}", "throughput", default=None
     )
     energy_j: float | None = _said("energy per GPU (J/iter/GPU): {:.1f}", default=None)
     power_w: float | None = _said("power per GPU (W/GPU): {:.1f}", default=None)
@@ -86,7 +86,9 @@ def iteration_line(record: IterationRecord) -> str:
         if field.name == "losses":
             parts += [f"{loss}: {mean:.6E}" for loss, mean in value.items() if mean >= 0.0]
         elif text is not None and value is not None:
-            parts.append(text.format(value * field.metadata["times"]))
+            # A rate has three digits where it is small.
+            places = 2 - math.floor(math.log10(value)) if 0 < value < 10 else 1
+            parts.append(text.format(value * field.metadata["times"], places=places))
     return " | ".join(parts) + " |"
 
 
@@ -222,14 +224,20 @@ def plan_line(plan: Mapping[str, Any]) -> str:
 
 
 def plan_in_words(plan: Mapping[str, Any]) -> str:
-    """The same for a person."""
-    counts = plan["ops_per_rank"]
-    rows = {", ".join(f"{count} {kind}" for kind, count in row.items() if count) for row in counts}
-    held = [size_text(size, digits=3) for size in sorted(plan["persistent_bytes_per_rank"])]
-    most = held[0] if len(set(held)) == 1 else f"{held[0]} to {held[-1]}"
-    steps = rows.pop() if len(rows) == 1 else "ranks do different work"
-    ranks = counted(len(held), "rank")
-    return f" > plan: {plan['schedule']} on {ranks}; {steps} a step; {plan['sharding']}, {most} a rank"
+    """The same for a person, in two lines."""
+    held = _range([size_text(size, digits=3) for size in sorted(plan["persistent_bytes_per_rank"])])
+    asked = f"schedule {plan['schedule']}, sharding {plan['sharding']}"
+    return f" > plan: {asked}\n > memory: {held} a rank: weights, gradients, optimizer states"
+
+
+def _range(ascending: Sequence[str]) -> str:
+    return ascending[0] if len(set(ascending)) == 1 else f"{ascending[0]} to {ascending[-1]}"
+
+
+def parameters_in_words(total: int, by_rank: Sequence[int]) -> str:
+    """by_rank: of each model parallel rank, what they share counted on each."""
+    parts = f", split in {len(by_rank):,} parts of {_range([f'{count:,}' for count in sorted(by_rank)])}"
+    return f" > model: {total:,} parameters{parts if len(by_rank) > 1 else ''}"
 
 
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:

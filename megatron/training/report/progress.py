@@ -64,6 +64,14 @@ def format_duration(seconds: float | None) -> str:
     return f"{h}:{m:02d}:{s:02d}"
 
 
+def brief_duration(seconds: float) -> str:
+    """The same for a terminal, in at most seven characters: 0:01:10, 12.3 h, 4.2 d."""
+    hours = seconds / 3600
+    if hours < 9.99:
+        return format_duration(seconds)
+    return f"{hours:.1f} h" if hours < 99.9 else f"{hours / 24:.1f} d"
+
+
 def format_age(seconds: float | None) -> str:
     """`12 s ago`, `3 min ago`, `2.5 h ago`, or `none`."""
     if seconds is None:
@@ -118,9 +126,9 @@ class ProgressLine:
         self._eta.update(iteration, self._clock())
 
     def eta(self) -> str | None:
-        """The time left, in words; None where it is not known or not to be shown."""
+        """The time left, in words for a terminal; None where it is not known or not to be shown."""
         eta_s = self._eta.eta_s() if self._speaks else None
-        return None if eta_s is None else format_duration(eta_s)
+        return None if eta_s is None else brief_duration(eta_s)
 
     def show(self) -> None:
         """Show how far it is, if it is time again."""
@@ -134,14 +142,16 @@ class ProgressLine:
             return  # nothing to say yet about the time left
         self._shown_at = now
         age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
-        left, saved = f"ETA {self.eta() or 'n/a'}", f"last checkpoint {format_age(age_s)}"
-        share, steps = self._iteration / self._total, f"{self._iteration}/{self._total}"
+        saved = f"last checkpoint {format_age(age_s)}"
+        share = self._iteration / self._total
         if self._show_bar is None:
-            fields = " | ".join([*self._figures, left, saved])
+            fields = " | ".join([*self._figures, f"ETA {format_duration(self._eta.eta_s())}", saved])
+            steps = f"{self._iteration}/{self._total}"
             print(f" progress: {share:6.1%} | step {steps} | {fields}", file=self._stream, flush=True)
         else:
             ranks = (0, 1, 4, 5, 2, 3)
-            texts = (f"{share:.1%}", steps, *self._figures, left, saved)
+            steps = f"{self._iteration:,}/{self._total:,}"
+            texts = (f"{share:.1%}", steps, *self._figures, f"ETA {self.eta() or 'n/a'}", saved)
             columns = list(zip(ranks, texts, strict=True))
             width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"
             self._show_bar(bar_line(share, columns, width, ascii_only=not utf8))

@@ -35,18 +35,15 @@ COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 _OF_THE_STEP = ("learning_rate", "decoupled_learning_rate", "loss_scale", "grad_norm", "num_zeros")
 
 
-def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int) -> None:
-    """num_microbatches: of the first step. Communicates over the world. Raises TrainingExit where ranks have come to
-    different plans, ConfigurationError where there is none for these units."""
-    ps, metas = session.ps, engine.param_meta.values()
-    facts = _plan_facts(session, spec, engine, num_microbatches)
+def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int) -> int:
+    """The number of parameters. num_microbatches: of the first step. Communicates over the world. Raises TrainingExit
+    where ranks have come to different plans, ConfigurationError where there is none for these units."""
+    metas, facts = engine.param_meta.values(), _plan_facts(session, spec, engine, num_microbatches)
     session.open_log()
-    if ps.dp_rank == 0:
-        count = sum(math.prod(meta.local_shape) for meta in metas)
-        say(metrics.PARAMETER_COUNT.format(tp_rank=ps.tp_rank, pp_rank=ps.pp_rank, count=count))
-    for line in layer_map_lines(spec.stages, spec.placement):
-        session.print_rank_0(line)
     session.print_rank_last(metrics.plan_line(facts), brief=metrics.plan_in_words(facts))
+    total = _report_parameters(session, engine)
+    for line in layer_map_lines(spec.stages, spec.placement):
+        session.print_rank_0(line, brief=line.partition(";")[0])
     asked = session.config.ddp.fsdp_unit_modules
     if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
         session.print_rank_0(
@@ -59,6 +56,18 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
             "output layer (ParamMeta.embedding_or_output)"
         )
     log_memory(session, engine, "before the first step")
+    return total
+
+
+def _report_parameters(session: Session, engine: Engine) -> int:
+    """Of the model. Rank 0 tells those of all model parallel ranks, in order. Communicates over the world."""
+    count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
+    line = metrics.PARAMETER_COUNT.format(tp_rank=session.ps.tp_rank, pp_rank=session.ps.pp_rank, count=count)
+    own = (line, count, _own_parameters(engine)) if session.ps.dp_rank == 0 else None
+    lines, counts, shares = zip(*filter(None, session.gather(own)), strict=True)
+    total = round(sum(shares))
+    session.print_rank_0(*lines, brief=metrics.parameters_in_words(total, counts))
+    return total
 
 
 def log_memory(session: Session, engine: Engine, when: str) -> None:
@@ -125,7 +134,9 @@ class Evaluated:
 class Reporter:
     """Collects an interval's numbers and prints them at its end. Every rank has one; the last rank speaks."""
 
-    def __init__(self, session: Session, engine: Engine, state: TrainState, clock: RunClock) -> None:
+    def __init__(
+        self, session: Session, engine: Engine, state: TrainState, clock: RunClock, parameters: int
+    ) -> None:
         self._session, self._engine, self._state, self._clock = session, engine, state, clock
         self._log = session.config.logging
         self._totals = metrics.IntervalTotals()  # since the last line
@@ -137,11 +148,11 @@ class Reporter:
         self.start_interval()
         assert session.folder.path is not None, "a run without a folder"
         speaks, begins, total = session.ps.is_last_rank, state.iteration, session.config.total_iterations
-        count = round(sum(session.gather(_own_parameters(session, engine))))
-        self.writers = open_writers(
-            session.config, session.folder.path, enabled=speaks, resumed_iteration=begins, parameters=count
-        )
+        more = {"resumed_iteration": begins, "parameters": parameters}
+        self.writers = open_writers(session.config, session.folder.path, enabled=speaks, **more)
         total = total if self._log.progress != "off" else 0
+        has = {"throughput_tflops": self._log.log_throughput, "eta": total, "bubbles": session.ps.pp_size > 1}
+        self._columns = [name for name, there in has.items() if there]
         bar = show_bar if on_terminal() else None
         self._progress = ProgressLine(total, first_iteration=begins + 1, speaks=speaks, show_bar=bar)
         self._log_progress("Starting job")
@@ -214,7 +225,7 @@ class Reporter:
         if self._has_line(line.iteration):
             held, eta = self._session.device.memory().max_allocated_bytes, self._progress.eta()
             shown = dataclasses.replace(line, bubbles=bubbles, memory_bytes=held, eta=eta)
-            brief = screen.short_line(shown, terminal_width())
+            brief = screen.short_line(shown, terminal_width(), self._columns)
             self._session.print_rank_last(metrics.iteration_line(line), brief=brief)
             loss = next(iter(line.losses.values()), None)
             self._progress.figures(loss=loss, tokens_per_s=line.tokens_per_s)
@@ -267,11 +278,12 @@ class Reporter:
         if block := format_block(ranks, session.timers.log_option, iterations):
             session.print_rank_last(block)
 
-    def evaluated(self, where: str, found: Evaluated) -> None:
-        """Print and record one evaluation."""
+    def evaluated(self, where: str, found: Evaluated, *, again: bool) -> None:
+        """Print and record one evaluation. again: a person has been told."""
         name, losses = found.set_name, found.losses
         lines = metrics.validation_lines(where, losses, set_name=name, samples=found.samples)
-        self._session.print_rank_last(*lines, brief=screen.validation_line(where, name, losses))
+        brief = "" if again else screen.evaluation_line(found.split, name, self._state.iteration, losses)
+        self._session.print_rank_last(*lines, brief=brief)
         scalars = metrics.validation_scalars(losses, set_name=name, split=found.split)
         if not self._log.log_validation_ppl_to_tensorboard:
             scalars = {tag: value for tag, value in scalars.items() if not tag.endswith(" ppl")}
@@ -285,7 +297,7 @@ class Reporter:
 
     def planned_again(self, plan: MeasuredPlan) -> None:
         """The pipeline's schedule was solved again."""
-        self._session.print_rank_last(plan.line())
+        self._session.print_rank_last(plan.line(), brief=plan.in_short())
         fields = dataclasses.asdict(plan)
         self.writers.event("plan", fields.pop("iteration"), **fields)
 
@@ -335,10 +347,8 @@ def append_progress(save: str, event: str, *, job_id: str, world_size: int, stat
         warn(f"{path} is not written: {error}")
 
 
-def _own_parameters(session: Session, engine: Engine) -> float:
-    """Parameters on this rank, each divided by how many ranks have it, so that the ranks' sum is the model's."""
-    if session.ps.dp_rank > 0:
-        return 0.0
+def _own_parameters(engine: Engine) -> float:
+    """Parameters on this rank, each divided by how many model parallel ranks have it: their sum is the model's."""
     every = ((part, 2 if meta.shared else 1) for meta in engine.param_meta.values() for part in meta.parts)
     return sum(part.numel / (part.copies * stages) for part, stages in every)
 

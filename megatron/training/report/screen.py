@@ -2,64 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 
 from megatron.core.words import scaled, size_text
 from megatron.training.report.metrics import IterationRecord, perplexity
 
 _BETWEEN = "  "
 _BAR = (10, 30)  # characters
-_WIDE = 120  # characters: a terminal on which names and numbers are written out
+_WIDE = 120  # characters: a terminal on which names are written out
+_RARE = 9  # how important: not a column, but nothing to keep silent about
+_NONE = "-"  # in a column that has no value this time
 
 Columns = Iterable[tuple[int, str]]  # (how important, 0 is most; text), in the order in which they are shown
 
 
 def fitted(columns: Columns, width: int, between: str = _BETWEEN) -> str:
-    """The columns that fit into a line of so many characters: the least important one goes first."""
-    left = [(rank, text) for rank, text in columns if text]
-    while len(line := between.join(text for _, text in left)) > width and len(left) > 1:
-        left.remove(max(left))
-    return line[:width]
+    """Of the columns, the most important ones first, what fits into a line of so many characters."""
+    told = [(rank, place, text) for place, (rank, text) in enumerate(columns) if text]
+    left: list[tuple[int, str]] = []
+    for _, place, text in sorted(told):
+        if not left or len(between.join([*(one for _, one in left), text])) <= width:
+            left.append((place, text))
+    return between.join(text for _, text in sorted(left))[:width]
 
 
-def short_line(record: IterationRecord, width: int) -> str:
-    """A report in one line that a terminal of so many characters does not wrap."""
-    return fitted(_columns(record, width >= _WIDE), width - 1)
+def short_line(record: IterationRecord, width: int, has: Collection[str]) -> str:
+    """A report for a terminal of so many characters. has: fields that lines of this run may have besides those of every
+    run.
+
+    Which columns there are, and their widths, depends on the run and on the terminal: those of all lines stand below
+    each other. What few lines have stands behind them, or in a row of its own.
+    """
+    columns = _columns(record, has, width >= _WIDE)
+    line = fitted([(rank, text) for rank, text in columns if rank < _RARE], width - 1)
+    for text in (text for rank, text in columns if rank == _RARE):
+        between = _BETWEEN if len(line) + len(_BETWEEN + text) < width else "\n   "
+        line += between + text
+    return line
 
 
-def _columns(record: IterationRecord, wide: bool) -> list[tuple[int, str]]:
-    """wide: in full. Numbers are padded, so that those of several lines stand below each other."""
-    total, bubbles, speed = f"{record.train_iters}", record.bubbles, record.tokens_per_s
-    losses = [f"{name.removeprefix('lm ')} {value:6.4f}" for name, value in record.losses.items()]
+def _columns(record: IterationRecord, has: Collection[str], wide: bool) -> list[tuple[int, str]]:
+    """wide: in full."""
+    total, bubbles = f"{record.train_iters:,}", record.bubbles
+    losses = [f"{name.removeprefix('lm ')} {_number(value, 6, 4)}" for name, value in record.losses.items()]
     columns = [
-        (0, f" step {record.iteration:{len(total)}d}/{total}"),
-        (1, losses[0] if losses else "loss n/a"),
+        (0, f" step {record.iteration:{len(total)},}/{total}"),
+        (1, losses[0] if losses else f"loss {_NONE:>6}"),
+        (2, f"{'grad norm' if wide else 'grad'} {_number(record.grad_norm, 5, 3)}"),
+        (3, f"{_pace(record.tokens_per_s)} {'tokens/s' if wide else 'tok/s'}"),
     ]
+    if "throughput_tflops" in has:
+        columns.append((7, f"{scaled(1e12 * (record.throughput_tflops or 0.0), 'FLOP/s'):>12} a rank"))
+    held = _NONE if record.memory_bytes is None else size_text(record.memory_bytes, digits=3)
+    columns.append((5, f"{'memory' if wide else 'mem'} {held:>8}"))
+    if "bubbles" in has:
+        measured, planned = (bubbles.measured, bubbles.planned) if bubbles is not None else (None, None)
+        told = f" (plan {_percent(planned)})" if wide else ""
+        columns.append((4, f"bubble {_percent(measured)}{told}"))
+    if "eta" in has:
+        columns.append((6, f"ETA {record.eta or _NONE:>7}"))
     if record.skipped_iterations:
         nan = f" ({record.nan_iterations} NaN)" if record.nan_iterations else ""
-        columns.append((2, f"{record.skipped_iterations} skipped{nan}"))
-    if record.grad_norm is not None:
-        norm = f"{record.grad_norm:6.{3 if record.grad_norm < 1000 else 0}f}"
-        columns.append((3, f"{'grad norm' if wide else 'grad'} {norm}"))
-    if speed is not None:
-        columns.append((4, f"{speed:9,.0f} tokens/s" if wide else f"{speed:6,.0f} tok/s"))
-    if record.throughput_tflops is not None:
-        columns.append((8, f"{scaled(1e12 * record.throughput_tflops, 'FLOP/s'):>12} a rank"))
-    if record.memory_bytes is not None:
-        columns.append((6, f"{'memory ' if wide else ''}{size_text(record.memory_bytes, digits=3):>8}"))
-    if bubbles is not None:
-        planned = f" (plan {bubbles.planned:.1%})" if wide else ""
-        columns.append((5, f"bubble {bubbles.measured:5.1%}{planned}"))
-    return [*columns, (7, f"ETA {record.eta}" if record.eta else ""), *((9, loss) for loss in losses[1:])]
+        columns.append((_RARE, f"{record.skipped_iterations} skipped{nan}"))
+    return [*columns, *((8, loss) for loss in losses[1:])]
 
 
-def validation_line(where: str, name: str, losses: Mapping[str, float]) -> str:
+def _number(value: float | None, width: int, places: int) -> str:
+    """So many characters, with at most so many places behind the point, fewer where there is no room."""
+    if value is None or not math.isfinite(value):
+        return f"{_NONE if value is None else value:>{width}}"
+    texts = [f"{value:{width},.{count}f}" for count in range(places, -1, -1)]
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}")
+
+
+def _pace(per_s: float | None) -> str:
+    """Of six characters."""
+    if per_s is None or per_s < 99_999:
+        return _number(per_s, 6, 0)
+    return f"{_number(per_s / 1e3, 5, 0)}k" if per_s < 9_999_000 else f"{_number(per_s / 1e6, 5, 2)}M"
+
+
+def _percent(share: float | None) -> str:
+    return f"{_NONE:>5}" if share is None else f"{_number(100 * share, 4, 1)}%"
+
+
+def evaluation_line(split: str, name: str, iteration: int, losses: Mapping[str, float]) -> str:
     """An evaluation in one line. name: of the validation set, where there are several."""
     told = (
         f"{loss.removeprefix('lm ')} {value:.4f}, perplexity {perplexity(value):.4g}"
         for loss, value in losses.items()
     )
-    return f" validation{name and '-' + name} at {where}: {'; '.join(told)}"
+    return f" {split}{name and '-' + name} at iteration {iteration:,}: {'; '.join(told)}"
 
 
 def bar_line(share: float, columns: Columns, width: int, *, ascii_only: bool) -> str:

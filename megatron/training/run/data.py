@@ -161,9 +161,10 @@ def build_data_iterators(
         global_batch_size=config.training.global_batch_size,
     )
     named = dict(zip(("train", "validation", "test"), sizes, strict=True))
-    session.print_rank_0(*metrics.dataset_lines("GPT", named))
+    brief = f" > data: {', '.join(f'{size:,} {split}' for split, size in named.items())} samples"
+    session.print_rank_0(*metrics.dataset_lines("GPT", named), brief=brief)
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
-    session.print_rank_0(metrics.DATASETS_DONE.format(name="GPT"))
+    session.print_rank_0(metrics.DATASETS_DONE.format(name="GPT"), brief="")
     trained_on = 0 if evaluation.skip_train else sizes.train
     training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
     asked_by = "--eval-iters x --global-batch-size, for each evaluation"

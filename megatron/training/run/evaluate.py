@@ -21,7 +21,7 @@ class Evaluator:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts, self._config, self._state = parts, parts.session.config, parts.state
-        self._newest: tuple[int, list[Evaluated]] | None = None  # on the validation sets, with its iteration
+        self._newest: tuple[int, list[Evaluated]] = -1, []  # on the validation sets, with its iteration
 
     def is_due(self, iteration: int) -> bool:
         """Whether `if_due` evaluates after an iteration: every --eval-interval, where there are validation sets."""
@@ -42,8 +42,9 @@ class Evaluator:
         """After the last iteration: on the validation sets and on the test sets. What has just been evaluated is not
         evaluated again, on other samples: the weights of one iteration have one validation loss."""
         iteration = self._state.iteration
-        found = self._newest[1] if self._newest and self._newest[0] == iteration else self._validate()
-        self._report(found, f"iteration {iteration} on validation set")
+        again = self._newest[0] == iteration
+        found = self._newest[1] if again else self._validate()
+        self._report(found, f"iteration {iteration} on validation set", again=again)
         self._report(self._evaluate(self._parts.data.test, "test", 0), f"iteration {iteration} on test set")
 
     def _validate(self) -> list[Evaluated]:
@@ -72,9 +73,9 @@ class Evaluator:
             found.append(Evaluated(split, held_out.name, losses, f"{samples} of the {split} set"))
         return found
 
-    def _report(self, found: list[Evaluated], where: str) -> None:
+    def _report(self, found: list[Evaluated], where: str, *, again: bool = False) -> None:
         for one in found:
-            self._parts.reporter.evaluated(where, one)
+            self._parts.reporter.evaluated(where, one, again=again)
 
 
 def first_validation_sample(state: TrainState, config: Config) -> int:

@@ -86,9 +86,9 @@ class TrainingLoop:
         """What the log says of a run first; then its checkpoint, data, and who reports."""
         parts, session, config, state = self._parts, self._session, self._config, self.state
         num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
-        report_model(session, parts.pipeline.spec, parts.engine, num_microbatches)
+        parameters = report_model(session, parts.pipeline.spec, parts.engine, num_microbatches)
         self._measuring = Measuring(parts)
-        session.print_rank_last(*self._measuring.residency_lines(num_microbatches))
+        self._measuring.report_residency(num_microbatches)
         self.checkpoints.load()
         self._begun_at = state.consumed_train_samples
         state.consumed_valid_samples = first_validation_sample(state, config)
@@ -97,7 +97,7 @@ class TrainingLoop:
             parts.data = build_data_iterators(session, datasets_provider, state, reads=reads)
         if not config.evaluation.skip_train:
             self.checkpoints.compare_data()
-        parts.reporter = Reporter(session, parts.engine, state, parts.clock)
+        parts.reporter = Reporter(session, parts.engine, state, parts.clock, parameters)
         self._measuring.begin(state.iteration + 1)
         handle = parts.reporter.writers.handle
         global_vars.provide(tensorboard_writer=handle("TensorBoard"), wandb_writer=handle("wandb"))
@@ -112,8 +112,9 @@ class TrainingLoop:
                 f"nothing to train: iteration {state.iteration} of {state.train_iters} is done"
             )
             return None
-        now = datetime.datetime.now()
-        session.print_rank_0("training ...", metrics.datetime_line("before the start of training step", now))
+        began = metrics.datetime_line("before the start of training step", datetime.datetime.now())
+        # By the rank that has just said where its numbers go: behind that.
+        session.print_rank_last("training ...", began, brief="training ...")
         if self._config.training.manual_gc:
             gc.disable()
             gc.collect()
@@ -221,18 +222,20 @@ class TrainingLoop:
         return (float(self._signals.requested() is not None), float(time_is_up))
 
     def _ending(self, flags: tuple[float, ...]) -> Ending | None:
-        """A reason to stop after this iteration, the same on all ranks."""
+        """A reason to stop after this iteration, the same on all ranks. Communicates over the world if there is one."""
         signalled, time_is_up = flags
-        training, status = self._config.training, ExitStatus.DONE
+        training, iteration, status = self._config.training, self.state.iteration, ExitStatus.DONE
+        if not (signalled or time_is_up or ends_at(iteration, training.exit_interval)):
+            return None
+        # Every rank names what any has heard, when all have said what there is to say of the step.
+        heard = self._session.gather(self._signals.requested())
         if signalled:
-            name = self._signals.requested() or "a signal on another rank"
+            name = next(filter(None, heard))
             why, reason = f"after receiving {name}.", f"received {name}"
             status = ExitStatus.STOPPED if self._config.checkpoint.save else ExitStatus.STOPPED_UNSAVED
         elif time_is_up:
             why, reason = f"after {training.exit_duration_in_mins or 0} minutes", "--exit-duration-in-mins"
-        elif ends_at(self.state.iteration, training.exit_interval):
-            why, reason = f"at iteration {self.state.iteration}", "--exit-interval"
         else:
-            return None
+            why, reason = f"at iteration {iteration}", "--exit-interval"
         self._session.print_rank_0(metrics.datetime_line(f"exiting program {why}", datetime.datetime.now()))
         return Ending(status, reason)

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
+from megatron.core.words import size_text
 from megatron.training.report.reporter import check_same_plan
 from megatron.training.run.build import unsplittable
 from megatron.training.run.parts import RunParts
@@ -54,14 +55,18 @@ class Measuring:
         ranks = range(self._session.ps.pp_size)
         self._at_rest = tuple(max(size for rank, size in told if rank == pp_rank) for pp_rank in ranks)
 
-    def residency_lines(self, num_microbatches: int) -> list[str]:
-        """At start-up; none where data parallelism moves nothing."""
+    def report_residency(self, num_microbatches: int) -> None:
+        """At start-up; nothing where data parallelism moves nothing."""
         spec = self._pipeline.spec
         if spec.residency is None:
-            return []
+            return
         told = planned_residency(spec, num_microbatches, self._purpose, self._at_rest)
         lines = start_up_lines(spec.schedule, spec.residency, *told)
-        return lines + at_once_lines(spec, num_microbatches, self._purpose)
+        held = told[1]
+        most = size_text(held.total, digits=3) + (" and activations" if held.activations is None else "")
+        brief = f" > memory in a step: at most {most} planned on a rank; see --check-config"
+        self._session.print_rank_last(*lines, brief=brief)
+        self._session.print_rank_last(*at_once_lines(spec, num_microbatches, self._purpose))
 
     def begin(self, first_iteration: int) -> None:
         """The run's first iteration is known: so is the window."""

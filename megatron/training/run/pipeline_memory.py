@@ -39,8 +39,8 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
             chunk.sink.keeps_gathered = spec.keeps_gathered
     for line in limit_lines(spec, sequence_parallel=parallel.sequence_parallel):
         tell(line)
-    for line in bound_lines(spec, config.batch_schedule().num_microbatches(0)):
-        tell(line)
+    if (told := bound_lines(spec, config.batch_schedule().num_microbatches(0))) is not None:
+        tell(told[0], brief=told[1])
     return spec
 
 

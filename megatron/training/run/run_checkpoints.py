@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.catalog import Found
+from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
@@ -80,8 +80,9 @@ class RunCheckpoints:
         self.last: str | None = None
 
     def _log(self, text: str) -> None:
-        """On a terminal without the place in the grid, which is rank 0's in every line."""
-        self._session.print_rank_0(text, brief=text.partition(" [ t ")[0])
+        """On a terminal without the place in the grid, which is rank 0's in every line, and names of files."""
+        brief = " ".join(text.partition(" [ t ")[0].split()).removesuffix(" in torch_dist format")
+        self._session.print_rank_0(text, brief=brief.replace(f": no {TRACKER_NAME}, no iter_*", ""))
 
     # --- at the start
 

@@ -88,8 +88,9 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     session.print_rank_0(
         *([] if raised is None else [raised]),
         metrics.THREADS.format(threads=threads, cores=cores, ranks=ranks, said_by=said),
-        metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded),
     )
+    vocabulary = metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded)
+    session.print_rank_0(vocabulary, brief=f" > vocabulary: {size:,} tokens, {padded:,} with padding")
     return session
 
 

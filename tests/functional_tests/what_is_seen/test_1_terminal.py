@@ -1,5 +1,6 @@
 """Line 1: on a terminal short lines above one bar, Megatron's lines in the log file and in pipes; the refusal last."""
 
+import dataclasses
 import datetime
 import json
 import re
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
 from megatron.core.words import counted
 from megatron.training.guard.exit_status import ExitStatus, report_failure
 from megatron.training.report.metrics import IterationRecord
+from megatron.training.report.progress import brief_duration
 from megatron.training.report.screen import bar_line, short_line
 from tests.harness import launch
 from tests.harness.screen import Terminal, frames, log_of, on_terminal, seen
@@ -37,10 +39,14 @@ def test_one_short_line_a_report(two_ranks):
     lines = seen(two_ranks[1])
     steps = [line for line in lines if STEP.match(line)]
     assert [int(STEP.match(line)[1]) for line in steps] == [1, 3, 6, 9, 12]
-    assert all(len(line) < 80 and "  0." in line and " GB" in line for line in steps), steps
-    assert all(re.search(r"bubble \d+\.\d%", line) for line in steps[1:]), steps
+    assert all(len(line) < 80 for line in steps), steps
+    columns = [re.sub(r"[\d.,%]+|-", "0", re.sub(" +", " ", line)) for line in steps]
+    assert set(columns) == {" step 0/0 loss 0 grad 0 0 tok/s mem 0 GB bubble 0"}, steps
+    assert {len(line) for line in steps} == {len(steps[0])}, "columns do not stand below each other"
+    assert all(re.search(r"bubble +\d+\.\d%$", line) for line in steps[1:]), steps
     assert not [line for line in lines if line.startswith(" step") and line not in steps]
-    assert [line for line in lines if line.startswith(" validation at iteration 6: loss ")]
+    found = [line.partition(": loss ")[0] for line in lines if ": loss " in line]
+    assert found == [" validation at iteration 6", " validation at iteration 12", " test at iteration 12"]
 
 
 def test_one_bar_that_leaves_nothing_behind(two_ranks):
@@ -60,8 +66,20 @@ def test_one_bar_that_leaves_nothing_behind(two_ranks):
 def test_nothing_that_is_for_scripts_is_on_the_screen(two_ranks):
     text = "\n".join(seen(two_ranks[1]))
     assert not re.search(r"[0-9a-f]{64}|\{\"|\b1 ranks|TFLOP|MFU|elapsed time", text), text
-    assert " > plan: 1f1b on 2 ranks; 4 F, 4 BW a step; no_shard, " in text
-    assert "  successfully saved checkpoint from iteration       6 to ck\n" in text
+    assert " > plan: schedule 1f1b, sharding no_shard\n > memory: " in text
+    assert "successfully saved checkpoint from iteration 6 to ck\n" in text
+
+
+def test_what_a_person_is_told_first(two_ranks):
+    """In order, whichever rank says it, and nothing twice."""
+    lines = seen(two_ranks[1])
+    start = lines[: lines.index("training ...") + 1]
+    assert [re.sub(r"(: ).*", r"\1", line) for line in start] == [
+        " > threads per rank: ", " > vocabulary: ", " > log: ", " > plan: ", " > memory: ", " > model: ", " > stages: ",
+        " > data: ", " > metrics: ", "training ...",
+    ]  # fmt: skip
+    assert " > model: 30,592 parameters, split in 2 parts of 16,864 to 17,824" in start
+    assert all(len(line) < 80 for line in start), start
 
 
 def test_the_log_file_has_megatrons_lines_whole(two_ranks):
@@ -70,7 +88,11 @@ def test_the_log_file_has_megatrons_lines_whole(two_ranks):
     found = launch.ITERATION.findall(log)
     assert [int(step) for step, *_ in found] == [1, 3, 6, 9, 12]
     assert (
-        len(re.findall(r"^ \[[^\n]*\| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d \|[^\n]* \|$", log, re.M))
+        len(
+            re.findall(
+                r"^ \[[^\n]*\| throughput per GPU \(TFLOP/s/GPU\): 0\.0*[1-9]\d\d \|[^\n]* \|$", log, re.M
+            )
+        )
         == 5
     )
     assert len(json.loads(PLAN.search(log)[1])["hash"]) == 64
@@ -78,10 +100,11 @@ def test_the_log_file_has_megatrons_lines_whole(two_ranks):
     assert len(re.findall(r"^\[Rank \d\] \(after", log, re.M)) == 2
     assert "\x1b" not in log
     assert "\r" not in log
-    shown = {line.strip() for line in seen(written)}  # what is not given in short is in both
-    assert {
-        line.strip() for line in log.splitlines() if line.startswith(("saving", "training", "> "))
-    } <= shown
+    in_order = [log.index(f"rank (0, {rank}): ") for rank in (0, 1)]
+    assert in_order == sorted(in_order)
+    both = [line for line in log.splitlines() if line in seen(written)]  # what is not given in short
+    for one in (" > threads per rank: ", " > metrics: ", "training ..."):  # the first before there is a file
+        assert [line for line in both if line.startswith(one)], one
 
 
 def test_a_resumed_run_that_is_interrupted(two_ranks):
@@ -90,17 +113,17 @@ def test_a_resumed_run_that_is_interrupted(two_ranks):
     more = "--train-iters 5000 --save ck --load ck --log-interval 10 --override-opt_param-scheduler".split()
     flags = [*launch.TINY, *FLAGS, *more]
     with on_terminal(flags, 140, cwd=folder) as (terminal, ranks):
-        terminal.wait_for(" step   20/5000", lambda: ranks.alive(0))
+        terminal.wait_for(" step    20/5,000", lambda: ranks.alive(0))
         ranks.signal(signal.SIGINT)
         finished = ranks.wait()
     assert finished.statuses == (75,)
     lines = seen(terminal.written.decode())
-    step = next(line for line in lines if line.startswith(" step   20/5000"))
-    amounts = r"grad norm +\d\.\d{3}  +[\d,]+ tokens/s +[\d.]+ [MG]FLOP/s a rank  memory +\S+ GB  ETA \S+$"
+    step = next(line for line in lines if line.startswith(" step    20/5,000"))
+    amounts = r"grad norm \d\.\d{3}  +[\d,]+ tokens/s +[\d.]+ [MG]FLOP/s a rank  memory +\S+ GB  ETA +\S+$"
     assert re.search(r"  loss \d\.\d{4}  " + amounts, step), step
     assert not [line for line in lines if "█" in line or "░" in line]
     last = [line for line in lines if line.strip()][-1]
-    assert last.startswith("  successfully saved checkpoint from iteration"), lines
+    assert last.startswith("successfully saved checkpoint from iteration"), lines
     assert log_of(folder / "ck").count(" > plan: {") == 2, "a resumed run goes on in the same file"
 
 
@@ -173,17 +196,51 @@ RECORD = IterationRecord(
     eta="0:01:10",
 )
 
+EVERY = ("throughput_tflops", "bubbles", "eta")
+
 
 def test_columns_go_by_their_importance_and_a_line_is_never_wrapped():
-    whole = short_line(RECORD, 400)
-    assert whole == (
-        " step  12345/100000  loss 3.2500  2 skipped (1 NaN)  grad norm  1.500     12,346 tokens/s  12.3 GFLOP/s a rank"
-        "  memory   6.7 GB  bubble  9.3% (plan 7.7%)  ETA 0:01:10  aux 0.5000"
+    assert short_line(RECORD, 400, EVERY) == (
+        " step  12,345/100,000  loss 3.2500  grad norm 1.500  12,346 tokens/s  12.3 GFLOP/s a rank"
+        "  memory   6.7 GB  bubble  9.3% (plan  7.7%)  ETA 0:01:10  aux 0.5000  2 skipped (1 NaN)"
     )
-    for width in range(20, 300):
-        assert len(short_line(RECORD, width)) < width
-    assert short_line(RECORD, 80).endswith("12,346 tok/s"), short_line(RECORD, 80)
-    assert short_line(RECORD, 50) == " step  12345/100000  loss 3.2500"
+    for width in range(30, 300):
+        assert all(len(row) < width for row in short_line(RECORD, width, EVERY).split("\n"))
+    line = " step  12,345/100,000  loss 3.2500  grad 1.500  12,346 tok/s"
+    assert short_line(RECORD, 80, EVERY) == f"{line}  bubble  9.3%\n   2 skipped (1 NaN)"
+    assert short_line(RECORD, 80, {"eta"}) == f"{line}  mem   6.7 GB\n   2 skipped (1 NaN)"
+    assert (
+        short_line(RECORD, 50, ()) == " step  12,345/100,000  loss 3.2500  grad 1.500\n   2 skipped (1 NaN)"
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 140, 300])
+def test_a_column_is_in_all_lines_of_a_run_or_in_none(width):
+    """Whatever values there are, and whether there are any."""
+    lines = []
+    for loss, norm, speed, held, bubble, eta in (
+        (None, None, None, None, None, None),
+        (10.82451, 123.456, 123.4, 123_456_789, 1.0, 26 * 3600),
+        (0.04, 1e5, 123_456.0, 95_000_000_000, 0.003, 5 * 86400),
+        (123.4, 0.0004, 12_345_678.0, 1_234_567, 0.1, 30),
+    ):
+        record = dataclasses.replace(
+            RECORD,
+            losses={} if loss is None else {"lm loss": loss},
+            grad_norm=norm,
+            tokens_per_s=speed,
+            throughput_tflops=0.0 if speed is None else speed / 1e6,
+            memory_bytes=held,
+            bubbles=None if bubble is None else Bubbles(1, bubble, bubble),
+            eta=None if eta is None else brief_duration(eta),
+            skipped_iterations=0,
+        )
+        lines.append(short_line(record, width, EVERY))
+    assert len({len(line) for line in lines}) == 1, lines
+    assert (
+        len({tuple(found.start() for found in re.finditer(r"(?<=  )[a-zA-Z]+ ", line)) for line in lines})
+        == 1
+    )
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 140, 300])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.guard.console import guard_console
+from megatron.training.guard.console import guard_console, wrapped
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,6 +50,16 @@ def test_a_users_print_never_fails_and_the_interpreter_ends_with_0(redirection, 
     assert told.decode().count("WARNING: stdout cannot be written") == ("full" in redirection)
     assert b"Traceback" not in told
     assert b"Exception ignored" not in told
+
+
+@pytest.mark.parametrize("width", [30, 40, 80])
+def test_a_terminal_breaks_lines_between_words(width):
+    words = "  > residency: zbv, optim_grads_params over 2 ranks, policy memory; see --check-config and docs/logging.md"
+    rows = wrapped(f"{words}\n", width).splitlines()
+    assert max(map(len, rows)) < width
+    assert " ".join(row.strip() for row in rows) == words.strip()
+    assert {row[: len(row) - len(row.lstrip())] for row in rows[1:]} == {"    "}
+    assert wrapped("  as  it is\n", 20) == "  as  it is\n"
 
 
 def test_both_dead():

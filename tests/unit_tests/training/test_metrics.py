@@ -87,6 +87,15 @@ def test_every_optional_field_in_its_place():
     )
 
 
+@pytest.mark.parametrize(
+    ("rate", "text"), [(0.0, "0.0"), (0.00223, "0.00223"), (1.234, "1.23"), (412.34, "412.3")]
+)
+def test_a_small_throughput_has_three_digits(rate, text):
+    line = iteration_line(record(throughput_tflops=rate))
+    assert f"| throughput per GPU (TFLOP/s/GPU): {text} |" in line
+    assert USER_LINE.match(line)
+
+
 @given(
     loss=st.floats(0, 1e4),
     norm=st.floats(0, 1e12),

@@ -43,13 +43,15 @@ def bound_line(schedule: str, request: Request, simulation: Simulation) -> str |
     )
 
 
-def bound_lines(spec: ScheduleSpec, num_microbatches: int) -> list[str]:
-    """The same of a run, for its log."""
+def bound_lines(spec: ScheduleSpec, num_microbatches: int) -> tuple[str, str] | None:
+    """The same of a run, for its log, and in short for a person."""
     if spec.file is not None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
-        return []
+        return None
     simulation = simulate(order_within_limits(spec, num_microbatches), spec.costs)
     line = bound_line(spec.schedule, spec.request(num_microbatches), simulation)
-    return [] if line is None else [f" > {line}"]
+    bubble = f"{max(0.0, simulation.bubble_rate):.1%}"
+    told = f" > pipeline: {spec.schedule}, planned bubble {bubble} (share of a step in which ranks wait)"
+    return None if line is None else (f" > {line}", told)
 
 
 def pipeline_facts(spec: ScheduleSpec, num_microbatches: int | None) -> dict[str, Any]:

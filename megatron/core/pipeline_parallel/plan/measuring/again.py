@@ -75,6 +75,13 @@ class MeasuredPlan:
         where = f", saved as {self.path}" if self.path is not None else ", not saved: that takes --save"
         return f"{text} -> {100 * self.planned_bubble:.2f}%, {self.schedule} {self.hash[:12]}{where}"
 
+    def in_short(self) -> str:
+        """The same for a person."""
+        timed = f" > pipeline: timed in steps {self.first_iteration}-{self.iteration}"
+        if self.kept is not None:
+            return f"{timed}; plan stays, bubble {self.planned_bubble_before:.1%}"
+        return f"{timed}; new plan, bubble {self.planned_bubble_before:.1%} -> {self.planned_bubble:.1%}"
+
 
 def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3f}", f"{max(values):.3f}"
