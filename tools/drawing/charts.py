@@ -114,8 +114,10 @@ def line_chart(
     note: str = "",
     height: int = 190,
     hover: bool = True,
+    reach: Sequence[float] = (),
 ) -> Picture:
-    """One or more series over the iteration, or what else `x_name` says. hover: values under the pointer.
+    """One or more series over the iteration, or what else `x_name` says. hover: values under the pointer. reach: what
+    the horizontal axis covers, whatever the series do.
 
     Values that are not finite, above 1e200 (with log_y: not positive) interrupt their line and are counted in the
     legend.
@@ -133,7 +135,7 @@ def line_chart(
         keys.append(Key(f"{missing} values are not drawable (NaN or infinite)"))
     if not everything:
         return Picture(title, "", "", 0, tuple(keys), note=note)
-    axes = _Axes(everything, height, log_y=log_y, from_zero=from_zero)
+    axes = _Axes(everything, reach, height, log_y=log_y, from_zero=from_zero)
     labels, grid = axes.grid(x_name)
     drawn = sorted(zip(series, numbers, strict=True), key=lambda pair: not pair[0].pale)  # pale ones behind
     curves = (axes.curve(s, number, x_name if hover else None) for s, number in drawn)
@@ -148,9 +150,11 @@ def _is_drawable(value: float, log_y: bool) -> bool:
 class _Axes:
     """Data to percent and pixels, and the parts of the drawing."""
 
-    def __init__(self, points: Points, height: int, *, log_y: bool, from_zero: bool) -> None:
+    def __init__(
+        self, points: Points, reach: Sequence[float], height: int, *, log_y: bool, from_zero: bool
+    ) -> None:
         self._log_y, self._bottom = log_y, TOP + height
-        xs, ys = [x for x, _ in points], [y for _, y in points]
+        xs, ys = [*reach, *(x for x, _ in points)], [y for _, y in points]
         self._low = min(xs)
         self._span = max(xs) - self._low or 1.0
         low, high = min(ys), max(ys)

@@ -89,8 +89,9 @@ def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Pictur
 def sections(runs: Runs) -> Iterator[tuple[str, list[Picture]]]:
     """Subjects, each with its charts, but those that no run has values for."""
     units = units_of(runs)
+    reach = [at for _, run in runs for curve in run.curves.values() for at in (curve[0][0], curve[-1][0])]
     for subject, rows in itertools.groupby(CHARTS, lambda row: row["subject"]):
-        yield subject, [picture for row in rows for picture in _drawn(row, units, runs)]
+        yield subject, [picture for row in rows for picture in _drawn(row, units, reach, runs)]
 
 
 def smoothing_window(count: int) -> int:
@@ -109,7 +110,9 @@ def smoothed(values: Points, window: int) -> list[tuple[float, float]]:
     ]
 
 
-def _drawn(row: Mapping[str, str], units: Mapping[str, tuple[float, str]], runs: Runs) -> list[Picture]:
+def _drawn(
+    row: Mapping[str, str], units: Mapping[str, tuple[float, str]], reach: Sequence[int], runs: Runs
+) -> list[Picture]:
     """One chart, and of more kinds than there are colours the largest. Of several runs, which have a colour each, one
     for each kind."""
     unit = re.search(r"\{(.*)\}", title := row["title"])
@@ -142,6 +145,7 @@ def _drawn(row: Mapping[str, str], units: Mapping[str, tuple[float, str]], runs:
             log_y=bool(positive) and max(positive) > 50 * min(positive),
             from_zero="zero" in row["words"],
             note="" if made else note,
+            reach=reach,
         )
         keys = drawn.keys[1:] if len(series) == len(runs) == 1 else drawn.keys  # the title says it
         made.append(dataclasses.replace(drawn, keys=keys))

@@ -124,6 +124,15 @@ def test_charts_are_by_subject_and_the_bubble_has_its_own(page):
     assert "bubble" not in "".join(charts["Loss"].itertext())
 
 
+def test_all_charts_of_a_run_are_over_the_same_iterations(tmp_path):
+    records = [*steps(1, 20), {"iteration": 15, "world-size": 2.0}, {"iteration": 16, "world-size": 4.0}]
+    charts = charts_of(page_of(write(tmp_path / "run", records))[1])
+    line = next(path for path in charts["Ranks"].iter("path") if path.get("class") == "line")
+    first, last = (float(point.split()[0]) for point in line.get("d")[1:].split("L"))
+    assert first == pytest.approx(10_000 * 14 / 19, abs=1)
+    assert last == pytest.approx(10_000 * 15 / 19, abs=1)
+
+
 def test_the_smoothed_loss_is_beside_the_raw(page):
     loss = charts_of(page[1])["Loss"]
     assert keys_of(loss) == [
