@@ -25,10 +25,21 @@ from megatron.training.report.metrics_file import read_metrics
 from tools.commands import as_called
 from tools.drawing.charts import Series, line_chart
 from tools.drawing.page import COLOURS, Picture, element, fold, table
-from tools.reports.charts import loss_chart, marks_of, smoothed, smoothing_window
-from tools.reports.page import charts, publish, setting_text, totals, write_report, written
+from tools.reports.charts import loss_chart, marks_of, smoothed, smoothing_window, words_of
+from tools.reports.page import (
+    SUMMARY_SETTINGS,
+    charts,
+    curve_names,
+    publish,
+    setting_text,
+    totals,
+    write_report,
+    written,
+)
 from tools.reports.pipeline import measured_step, planned_step
-from tools.reports.run_record import RunRecord, layout, read_run
+from tools.reports.run_record import RunRecord, read_run
+
+MOST_DIFFERENT = 12  # settings of a comparison that are not folded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,8 +99,7 @@ def made(args: argparse.Namespace, metrics: Sequence[Path], target: Path) -> Pat
             raise ValueError(f"{len(metrics)} runs: at most {COLOURS} can be told apart on one page")
         names = names_of(metrics)
         return comparison(names, target, args.title or f"Runs compared: {', '.join(names)}")
-    folder = metrics[0].resolve().parent
-    name = folder.parent.name if folder.name == "checkpoints" else folder.name
+    name = folder_of(metrics[0]).name
     if args.loss_svg:
         return written(
             target,
@@ -100,23 +110,33 @@ def made(args: argparse.Namespace, metrics: Sequence[Path], target: Path) -> Pat
 
 
 def comparison(runs: Mapping[str, Path], out: Path, title: str) -> Path:
-    """Write one page about several runs, by name their metrics. Raises ValueError, OSError."""
+    """Write one page about several runs, by name their metrics: first what they were told and what came out, where they
+    differ. Raises ValueError, OSError."""
     read = {name: read_run(path) for name, path in runs.items()}
     figures = [{name: (value, note) for name, value, note in totals(run)} for run in read.values()]
-    rows = [
+    results = [
         (name, *(" · ".join(filter(None, one.get(name, ("", "")))) for one in figures))
         for name in dict.fromkeys(itertools.chain(*figures))
     ]
-    rows.append(("layout", *(layout(run.starts[-1]) if run.starts else "" for run in read.values())))
-    names = dict.fromkeys(itertools.chain(*(run.config for run in read.values())))
-    settings = [(name, *(setting_text(run.config.get(name)) for run in read.values())) for name in names]
+    ends = {run.last_iteration for run in read.values()}
+    if len(ends) > 1 and all(run.losses for run in read.values()):
+        means = (f"{run.last_mean(run.losses[0], min(ends))[0]:.4g}" for run in read.values())
+        results.insert(1, (f"training loss at iteration {min(ends):,}", *means))
+    names = dict.fromkeys([*SUMMARY_SETTINGS, *itertools.chain(*(run.config for run in read.values()))])
+    settings = [("layout", *(run.layouts for run in read.values()))]
+    settings += [(name, *(setting_text(run.config.get(name)) for run in read.values())) for name in names]
     differ = [row for row in settings if len({*row[1:]}) > 1]
+    differ.sort(key=lambda row: any("/" in value for value in row[1:]))  # paths tell the least
     head, over = ("", *read), [losses_over(what, read) for what in ("millions of tokens", "minutes of steps")]
+    first, rest = differ[:MOST_DIFFERENT], differ[MOST_DIFFERENT:]
+    told = table(first, head) if first else element("p", "none")
     parts = [
         element("header", element("h1", html.escape(title))),
-        fold("Results", table(rows, head), is_open=True),
+        fold(f"Settings that differ ({len(differ)})", told, is_open=True),
+        fold(f"{len(rest)} more settings that differ", table(rest, head)) if rest else "",
+        fold("Results side by side", table(results, head), is_open=True),
         charts([*read.items()], more=over),
-        fold(f"Settings that differ ({len(differ)})", table(differ, head), is_open=True),
+        curve_names([*read.items()]),
     ]
     return publish(out, title, parts)
 
@@ -134,20 +154,30 @@ def losses_over(what: str, runs: Mapping[str, RunRecord]) -> Picture:
             curve = run.curves[tag]
             points = smoothed(curve, smoothing_window(len(curve)) or 1)
             series.append(
-                Series(f"{name}: {tag}", [(amounts[x], y) for x, y in points if x in amounts], colour=number)
+                Series(
+                    f"{name}: {words_of(tag)}",
+                    [(amounts[x], y) for x, y in points if x in amounts],
+                    colour=number,
+                )
             )
         iterations = [*amounts]
         for mark in marks_of([(name, run)]):
             if known := bisect.bisect_right(
                 iterations, mark.at
             ):  # a resume is where the last record before it is
-                marks.append(dataclasses.replace(mark, at=amounts[iterations[known - 1]]))
+                marks.append(dataclasses.replace(mark, at=amounts[iterations[known - 1]], colour=number))
     return line_chart(f"Smoothed loss over {what}", series, marks=marks, x_name=what)
+
+
+def folder_of(metrics: Path) -> Path:
+    """Of a run: the one that has a name."""
+    folder = metrics.resolve().parent
+    return folder.parent if folder.name == "checkpoints" else folder
 
 
 def names_of(metrics: Sequence[Path]) -> dict[str, Path]:
     """Runs by the shortest ends of their folders that tell them apart. Raises ValueError for a run given twice."""
-    folders = [path.resolve().parent.parts for path in metrics]
+    folders = [folder_of(path).parts for path in metrics]
     if len({path.resolve() for path in metrics}) < len(metrics):
         raise ValueError("a run is given twice: name different ones")
     for length in range(1, max(map(len, folders)) + 1):

@@ -34,25 +34,28 @@ Points = Sequence[tuple[float, float]]  # (iteration or another x, value)
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One named curve. points: drawn as dots on a line (few, as evaluations are). pale: behind a smoothed one. colour:
-    its number; None: its place among the series."""
+    """One named curve. points: drawn as dots on a line (few, as evaluations are). pale: behind another. broad: of what
+    was planned, to be seen behind what was measured, in whose legend entry it is. colour: its number; None: its place
+    among the series."""
 
     name: str
     values: Points
     points: bool = False
     pale: bool = False
+    broad: bool = False
     colour: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Something that happened at an iteration or another x: kind "checkpoint" (a triangle) or "resume" (a dashed line).
-    label: drawn beside a line where there is room; text: the whole story, under the pointer."""
+    """Something that happened at an iteration or another x: kind "checkpoint" (a triangle), "resume" or "plan" (lines).
+    label: drawn beside a line where there is room; text: the whole story, under the pointer. colour: of a curve."""
 
     at: float
     kind: str
     text: str
     label: str = ""
+    colour: int | None = None
 
 
 def thin(values: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -111,8 +114,10 @@ def line_chart(
     note: str = "",
     height: int = 190,
     hover: bool = True,
+    reach: Sequence[float] = (),
 ) -> Picture:
-    """One or more series over the iteration, or what else `x_name` says. hover: values under the pointer.
+    """One or more series over the iteration, or what else `x_name` says. hover: values under the pointer. reach: what
+    the horizontal axis covers, whatever the series do.
 
     Values that are not finite, above 1e200 (with log_y: not positive) interrupt their line and are counted in the
     legend.
@@ -122,12 +127,15 @@ def line_chart(
     keys = [
         Key(s.name, f"var(--{'p' if s.pale else 's'}{number})", "dot" if s.points else "line")
         for s, number in zip(series, numbers, strict=True)
+        if not (s.broad and numbers.count(number) > 1)
     ]
+    if len(keys) < len(series):
+        keys.append(Key("broad and pale: planned"))
     if missing := sum(len(s.values) for s in series) - len(everything):
         keys.append(Key(f"{missing} values are not drawable (NaN or infinite)"))
     if not everything:
         return Picture(title, "", "", 0, tuple(keys), note=note)
-    axes = _Axes(everything, height, log_y=log_y, from_zero=from_zero)
+    axes = _Axes(everything, reach, height, log_y=log_y, from_zero=from_zero)
     labels, grid = axes.grid(x_name)
     drawn = sorted(zip(series, numbers, strict=True), key=lambda pair: not pair[0].pale)  # pale ones behind
     curves = (axes.curve(s, number, x_name if hover else None) for s, number in drawn)
@@ -142,9 +150,11 @@ def _is_drawable(value: float, log_y: bool) -> bool:
 class _Axes:
     """Data to percent and pixels, and the parts of the drawing."""
 
-    def __init__(self, points: Points, height: int, *, log_y: bool, from_zero: bool) -> None:
+    def __init__(
+        self, points: Points, reach: Sequence[float], height: int, *, log_y: bool, from_zero: bool
+    ) -> None:
         self._log_y, self._bottom = log_y, TOP + height
-        xs, ys = [x for x, _ in points], [y for _, y in points]
+        xs, ys = [*reach, *(x for x, _ in points)], [y for _, y in points]
         self._low = min(xs)
         self._span = max(xs) - self._low or 1.0
         low, high = min(ys), max(ys)
@@ -180,25 +190,26 @@ class _Axes:
         return "".join(labels), "".join(lines)
 
     def marks(self, marks: Sequence[Mark]) -> str:
-        parts, ends = [], [0.0, 0.0]  # ends: of the labels in each of two rows above the plot, as shares
-        inside = [mark for mark in marks if 0 <= self.share(mark.at) <= 1]
-        kinds = ([mark for mark in inside if mark.kind == kind] for kind in ("resume", "checkpoint"))
+        parts, labels, ends = [], [], [0.0, 0.0]  # ends: of the labels in two rows above the plot, as shares
+        inside = sorted((mark for mark in marks if 0 <= self.share(mark.at) <= 1), key=lambda mark: mark.at)
+        kinds = ([mark for mark in inside if (mark.kind == "checkpoint") is lower] for lower in (True, False))
         for mark in itertools.chain(*(of[:: max(1, math.ceil(len(of) / MAX_MARKS))] for of in kinds)):
             share, title = self.share(mark.at), element("title", html.escape(mark.text))
             x = percent(share)
-            if mark.kind != "resume":
+            if mark.kind == "checkpoint":
                 path = element("path", title, class_="checkpoint", d="M-4 0H4L0 -8Z")
                 parts.append(element("svg", path, x=x, y=self._bottom, class_="plot"))
                 continue
-            parts.append(element("line", title, class_="resume", x1=x, y1=4, x2=x, y2=self._bottom))
+            kind = mark.kind if mark.colour is None else f"{mark.kind} s{mark.colour % COLOURS}"
+            parts.append(element("line", title, class_=kind, x1=x, y1=4, x2=x, y2=self._bottom))
             long = LETTER * len(mark.label) / NARROWEST
             begin, anchor = (share, "start") if share + long <= 1 else (max(0.0, share - long), "end")
             row = next((row for row, end in enumerate(ends) if begin >= end), None)
             if mark.label and row is not None:
                 ends[row] = begin + long
                 where = {"dx": 4 if anchor == "start" else -4, "text_anchor": anchor}
-                parts.append(text(mark.label, x, TOP - 18 + 12 * row, **where))
-        return "".join(parts)
+                labels.append(text(mark.label, x, TOP - 18 + 12 * row, class_="said", **where))
+        return "".join([*parts, *labels])
 
     def curve(self, series: Series, colour: int, hover: str | None) -> str:
         """A line for each run of drawable values; dots; targets of the pointer. hover: what x is; None: no targets."""
@@ -222,4 +233,4 @@ class _Axes:
         for x, y in targets:
             title = element("title", f"{hover} {x:.15g}: {name} {y:.6g}")
             parts.append(element("circle", title, class_="hit", cx=percent(self.share(x)), cy=self.y(y), r=5))
-        return element("g", *parts, class_=f"{'p' if series.pale else 's'}{colour}")
+        return element("g", *parts, class_=f"{'p' if series.pale else 's'}{colour}{' broad' * series.broad}")

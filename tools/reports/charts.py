@@ -3,29 +3,65 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.safe_files import read_text
 from tools.drawing.charts import LARGEST, Mark, Points, Series, line_chart
-from tools.drawing.page import COLOURS, Picture
-from tools.reports.run_record import RunRecord, layout
+from tools.drawing.page import COLOURS, Key, Picture
+from tools.reports.run_record import HELD_OUT, RunRecord, layout
 
 Runs = Sequence[tuple[str, RunRecord]]  # by name; one run has no need of its name
 
 PIPELINE = "Pipeline"
-_MB, _PERCENT = ", MB", ", % of a step"  # at the ends of titles: what values are scaled to
-# A chart a row. tags: a pattern. words: "log", the vertical axis is logarithmic where values span more than a factor of
-# 50; "zero", it starts at 0; "varied", there is a chart only where values change.
-CHARTS = [
-    (row["subject"], row["title"], row["tags"], row["words"])
-    for row in csv.DictReader(
-        read_text(Path(__file__).with_name("charts.csv"), max_bytes=1 << 16, follow=True).splitlines()
+MARKS = {
+    "resume": "dashes: resumed",
+    "plan": "dashes and dots: new plan by measured costs",
+    "checkpoint": "triangles: checkpoints",
+}
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    text = read_text(Path(__file__).with_name(name), max_bytes=1 << 16, follow=True)
+    return [*csv.DictReader(text.splitlines())]
+
+
+# A chart a row. title: with the unit that `units_of` chooses. tags: a pattern. words: "log", the vertical axis is
+# logarithmic where values span more than a factor of 50; "zero", it starts at 0; "varied", there is a chart only where
+# values change.
+CHARTS = _rows("charts.csv")
+_WORDS = {row["tag"]: row["words"] for row in _rows("words.csv")}
+
+
+def words_of(tag: str) -> str:
+    """What a curve is called on the page, for its name in metrics.jsonl: `validation loss` for `lm loss validation`."""
+    if found := HELD_OUT.search(tag):
+        loss, (split, one, perplexity) = tag[: found.start()], found.groups()
+        what = "perplexity" if perplexity else "loss" if loss == "lm loss" else words_of(loss)
+        return f"{split} {what}" + (f" ({one[1:]})" if one else "")
+    kind = _kind(tag)
+    stage = f", {tag.partition('-')[0]}" if kind != tag else ""
+    return _WORDS.get(kind, re.sub("[-_]", " ", kind.removesuffix("-time"))) + stage
+
+
+def units_of(runs: Runs) -> dict[str, tuple[float, str]]:
+    """Of all charts of a page: what values are multiplied by, and what the unit is called then, by its name in
+    charts.csv."""
+
+    def largest(pattern: str) -> float:
+        curves = ((run, tag) for _, run in runs for tag in run.curves if re.fullmatch(pattern, tag))
+        return max((max(run.finite(tag), default=0.0) for run, tag in curves), default=0.0)
+
+    most = largest(".*-bytes")
+    size, name = next(
+        (one for one in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= one[0]), (1, "bytes")
     )
-]
+    rate = (1, "TFLOP/s") if largest("throughput") >= 1 else (1e3, "GFLOP/s")
+    return {"bytes": (1 / size, name), "FLOP/s": rate, "share": (100, "% of a step")}
 
 
 def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Picture:
@@ -34,7 +70,8 @@ def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Pictur
     for number, (run_name, run) in enumerate(runs):
         for place, tag in enumerate([*run.losses, *run.validation_losses]):
             values, held_out = run.curves[tag], tag in run.validation_losses
-            name, colour = f"{run_name}: {tag}" if run_name else tag, number if run_name else place
+            name = f"{run_name}: {words_of(tag)}" if run_name else words_of(tag)
+            colour = number if run_name else place
             if (window := smoothing_window(len(values))) and not held_out:
                 windows.add(window)
                 series.append(Series(name, values, pale=True, colour=colour))
@@ -43,19 +80,18 @@ def loss_chart(runs: Runs, *, title: str = "Loss", hover: bool = True) -> Pictur
                 series.append(Series(name, values, points=held_out, colour=colour))
     over = " or ".join(map(str, sorted(windows)))
     marks = marks_of(runs)
-    notes = [
-        f"Smoothed: means over {over} records around each." if over else "",
-        "Triangles: checkpoints." if any(mark.kind == "checkpoint" for mark in marks) else "",
-    ]
-    note = " ".join(filter(None, notes))
-    return line_chart(title, series, marks=marks, note=note, height=260, hover=hover)
+    note = f"Smoothed: means over {over} records around each." if over else ""
+    drawn = line_chart(title, series, marks=marks, note=note, height=260, hover=hover)
+    keys = [Key(text) for kind, text in MARKS.items() if any(mark.kind == kind for mark in marks)]
+    return dataclasses.replace(drawn, keys=(*drawn.keys, *keys))
 
 
 def sections(runs: Runs) -> Iterator[tuple[str, list[Picture]]]:
     """Subjects, each with its charts, but those that no run has values for."""
-    for subject, rows in itertools.groupby(CHARTS, lambda row: row[0]):
-        drawn = (_drawn(title, pattern, words, runs) for _, title, pattern, words in rows)
-        yield subject, [picture for picture in drawn if picture is not None]
+    units = units_of(runs)
+    reach = [at for _, run in runs for curve in run.curves.values() for at in (curve[0][0], curve[-1][0])]
+    for subject, rows in itertools.groupby(CHARTS, lambda row: row["subject"]):
+        yield subject, [picture for row in rows for picture in _drawn(row, units, reach, runs)]
 
 
 def smoothing_window(count: int) -> int:
@@ -74,31 +110,60 @@ def smoothed(values: Points, window: int) -> list[tuple[float, float]]:
     ]
 
 
-def _drawn(title: str, pattern: str, words: str, runs: Runs) -> Picture | None:
-    """One chart; planned curves lie pale behind those that were measured. Of more kinds than there are colours, the
-    largest."""
-    factor = 1e-6 if title.endswith(_MB) else 100 if title.endswith(_PERCENT) else 1
+def _drawn(
+    row: Mapping[str, str], units: Mapping[str, tuple[float, str]], reach: Sequence[int], runs: Runs
+) -> list[Picture]:
+    """One chart, and of more kinds than there are colours the largest. Of several runs, which have a colour each, one
+    for each kind."""
+    unit = re.search(r"\{(.*)\}", title := row["title"])
+    factor, unit_name = units[unit[1]] if unit else (1.0, "")
+    title = title.replace(unit[0], unit_name) if unit else title
+    having = [one for one in runs if any(re.fullmatch(row["tags"], tag) for tag in one[1].curves)]
+    if len(having) == 1 < len(runs):
+        title, runs = f"{title} ({having[0][0]} only)", [("", having[0][1])]
     largest: dict[str, float] = {}  # of each kind
-    found = [(tag, run) for _, run in runs for tag in sorted(run.curves) if re.fullmatch(pattern, tag)]
-    for tag, run in found:
-        if "varied" not in words or any(run.curves[tag].values):
-            largest[_kind(tag)] = max([largest.get(_kind(tag), -LARGEST), *run.finite(tag)])
+    for _, run in runs:
+        for tag in sorted(tag for tag in run.curves if re.fullmatch(row["tags"], tag)):
+            if "varied" not in row["words"] or any(run.curves[tag].values):
+                largest[_kind(tag)] = max([largest.get(_kind(tag), -LARGEST), *run.finite(tag)])
     kinds = sorted(largest, key=lambda kind: -largest[kind])
+    rest, note = ", ".join(map(words_of, kinds[COLOURS:])), row["note"]
+    note = f"Left out, as they are smaller: {rest}. {note}".rstrip() if rest else note
+    alone = len(runs) > 1 and len(kinds) > 1
+    every = [[kind] for kind in kinds[:COLOURS]] if alone else [kinds[:COLOURS]]
+    made: list[Picture] = []
+    for some in every:
+        series = _series(some, factor, runs)
+        numbers = {y for one in series for _, y in one.values if abs(y) <= LARGEST}
+        if not series or ("varied" in row["words"] and len(numbers) < 2):
+            continue
+        positive = [value for value in numbers if value > 0] if "log" in row["words"] else []
+        drawn = line_chart(
+            f"{title}: {words_of(some[0])}" if alone else title,
+            series,
+            marks=marks_of(runs),
+            log_y=bool(positive) and max(positive) > 50 * min(positive),
+            from_zero="zero" in row["words"],
+            note="" if made else note,
+            reach=reach,
+        )
+        keys = drawn.keys[1:] if len(series) == len(runs) == 1 else drawn.keys  # the title says it
+        made.append(dataclasses.replace(drawn, keys=keys))
+    return made
+
+
+def _series(kinds: Sequence[str], factor: float, runs: Runs) -> list[Series]:
+    """Curves of some kinds; planned ones lie broad and pale behind those that were measured."""
     series: list[Series] = []
     for number, (name, run) in enumerate(runs):
-        for tag in (tag for tag, of in found if of is run and _kind(tag) in kinds[:COLOURS]):
+        for tag in (tag for tag in sorted(run.curves) if _kind(tag) in kinds):
             values = [(x, y * factor) for x, y in run.curves[tag]] if factor != 1 else run.curves[tag]
             planned, measured = (tag.startswith(start) for start in ("planned-", "measured-"))
+            stage = ", planned" if planned else ", measured" if measured else ""
+            told = f"{name}{stage}" if name else words_of(tag)
             colour = number if name else kinds.index(_kind(tag))
-            series.append(Series(f"{name}: {tag}" if name else tag, values, measured, planned, colour))
-    numbers = [y for one in series for _, y in one.values if abs(y) <= LARGEST]
-    if not series or ("varied" in words and len(set(numbers)) < 2):
-        return None
-    positive = [value for value in numbers if value > 0] if "log" in words else []
-    log_y = bool(positive) and max(positive) > 50 * min(positive)
-    note = f"Left out, as they are smaller: {', '.join(kinds[COLOURS:])}." if kinds[COLOURS:] else ""
-    marks, from_zero = marks_of(runs), "zero" in words
-    return line_chart(title, series, marks=marks, log_y=log_y, from_zero=from_zero, note=note)
+            series.append(Series(told, values, measured, planned, planned, colour))
+    return series
 
 
 def _kind(tag: str) -> str:
@@ -106,21 +171,26 @@ def _kind(tag: str) -> str:
 
 
 def marks_of(runs: Runs) -> list[Mark]:
-    """Resumes, with what is new of the layout, and of one run without a name its checkpoints."""
+    """Resumes, with what is new of the layout, new plans, and of one run without a name its checkpoints."""
     marks: list[Mark] = []
-    for name, run in runs:
-        now, whose = "", f"{name}: " if name else ""
+    for number, (name, run) in enumerate(runs):
+        now, whose, colour = "", f"{name}: " if name else "", number if name else None
         for event in run.events:
             at = event["iteration"]
             if event["event"] == "checkpoint" and not name:
                 marks.append(Mark(at, "checkpoint", f"checkpoint at iteration {at}: {event.get('path', '')}"))
+            elif event["event"] == "plan" and event.get("kept") is None:
+                told = (
+                    f"{event.get('schedule')} solved again after iteration {at} by measured costs: a new plan"
+                )
+                marks.append(Mark(at, "plan", whose + told, f"{whose}new plan", colour))
             elif event["event"] == "start":
                 before, now = now, layout(event)
                 told = f"{whose}resumed after iteration {at}"
                 if before not in ("", now):
                     new = [part for part in now.split(", ") if part not in before.split(", ")]
                     label = f"{whose}resumed: {', '.join(new) or now}"
-                    marks.append(Mark(at, "resume", f"{told}: layout {before} -> {now}", label))
+                    marks.append(Mark(at, "resume", f"{told}: layout {before} -> {now}", label, colour))
                 elif at > 0:
-                    marks.append(Mark(at, "resume", told, f"{whose}resumed"))
+                    marks.append(Mark(at, "resume", told, f"{whose}resumed", colour))
     return marks

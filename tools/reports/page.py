@@ -23,7 +23,7 @@ from megatron.training.report.progress import format_duration
 from tools.drawing import page as drawing
 from tools.drawing.charts import tick_text
 from tools.drawing.page import Picture, element
-from tools.reports.charts import PIPELINE, Runs, loss_chart, sections
+from tools.reports.charts import PIPELINE, Runs, loss_chart, sections, words_of
 from tools.reports.run_record import RunRecord, layout, read_run
 
 SUMMARY_SETTINGS = (
@@ -67,6 +67,7 @@ def write_report(
             _history(run),
             _settings("Summary", summary, is_open=True),
             _settings("Whole configuration", run.config),
+            curve_names([("", run)]),
         ]
     except RecursionError:  # JSON may be nested more deeply than it can be written
         raise ValueError(f"{metrics_path}: an event holds lists in lists without end") from None
@@ -94,7 +95,9 @@ def charts(runs: Runs, pipeline: Picture | None = None, more: Sequence[Picture] 
     for subject, drawn in sections(runs):
         last = [pipeline.figure(wide=True)] if subject == PIPELINE and pipeline is not None else []
         if drawn or last:
-            parts += [element("h2", subject), *(chart.figure() for chart in drawn), *last]
+            odd = drawn[-1:] if len(drawn) % 2 else []  # leaves no hole where there are two columns
+            figures = (chart.figure(wide=chart in odd) for chart in drawn)
+            parts += [element("h2", subject), *figures, *last]
     return element("main", *parts, class_="charts")
 
 
@@ -103,17 +106,15 @@ def totals(run: RunRecord) -> list[tuple[str, str, str]]:
     made: list[tuple[str, str, str]] = []
     for loss in run.losses[:1]:
         if values := run.finite(loss):
-            share = f"{100 * values[-1] / values[0]:.0f}% of the first, {values[0]:.4g}" if values[0] else ""
-            made.append((f"final {loss}", f"{values[-1]:.4g}", share))
+            mean, first, last = run.last_mean(loss)
+            over = f"mean of iterations {first:,} to {last:,}" if first < last else f"iteration {last:,}"
+            share = f"; {100 * mean / values[0]:.0f}% of the first, {values[0]:.4g}" if values[0] else ""
+            made.append((f"final {words_of(loss)}", f"{mean:.4g}", over + share))
     for loss in run.validation_losses[:1]:
         if values := run.finite(loss):
-            made.append((loss, f"{values[-1]:.4g}", f"perplexity {perplexity(values[-1]):.4g}"))
-    if run.parameters is not None:
-        made.append(("parameters", tick_text(float(f"{run.parameters:.4g}")), f"{run.parameters:,}"))
-    samples = f"{run.consumed_samples:,} samples"
-    if run.tokens is not None:
-        made.append(("tokens", tick_text(float(f"{run.tokens:.4g}")), samples))
-    made.append(("iterations", f"{run.last_iteration:,}", samples if run.tokens is None else ""))
+            made.append(
+                (f"last {words_of(loss)}", f"{values[-1]:.4g}", f"perplexity {perplexity(values[-1]):.4g}")
+            )
     if speed := run.finite("tokens-per-second"):
         made.append(("tokens/s", f"{statistics.median(speed):,.0f}", f"median; best {max(speed):,.0f}"))
     if math.isfinite(run.last_time - run.first_time):
@@ -122,7 +123,22 @@ def totals(run: RunRecord) -> list[tuple[str, str, str]]:
         starts = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
         wall = format_duration(run.last_time - run.first_time)
         made.append(("wall time", wall, ", ".join(filter(None, (note, starts)))))
+    samples = f"{run.consumed_samples:,} samples"
+    made.append(("iterations", f"{run.last_iteration:,}", samples if run.tokens is None else ""))
+    if run.tokens is not None:
+        made.append(("tokens", tick_text(float(f"{run.tokens:.4g}")), samples))
+    if run.parameters is not None:
+        made.append(("parameters", tick_text(float(f"{run.parameters:.4g}")), f"{run.parameters:,}"))
+    if run.starts and type(ranks := run.starts[-1].get("world_size")) is int:
+        made.append(("ranks", f"{ranks:,}", run.layouts))
     return made
+
+
+def curve_names(runs: Runs) -> str:
+    """What curves are called on the page, and in metrics.jsonl."""
+    tags = dict.fromkeys(tag for _, run in runs for tag in run.curves)
+    rows = [(words_of(tag), tag) for tag in tags]
+    return drawing.fold("Names of the curves in metrics.jsonl", drawing.table(rows)) if rows else ""
 
 
 def _status(record: ExitRecord | None) -> str:
@@ -145,7 +161,7 @@ def _history(run: RunRecord) -> str:
         if event["event"] == "start":
             config = event.get("config", {})
             changed = (
-                f"{name}: {before.get(name)} -> {value}"
+                f"{name}: {setting_text(before.get(name))} -> {setting_text(value)}"
                 for name, value in config.items()
                 if value != before.get(name)
             )
@@ -167,6 +183,8 @@ def _settings(title: str, values: Mapping[str, Any], *, is_open: bool = False) -
 
 def setting_text(value: Any) -> str:
     """A setting on one line, at most 400 letters of it."""
+    if value is None:
+        return "not set"
     return _cut(value if isinstance(value, str) else json.dumps(value, default=str))
 
 

@@ -38,13 +38,16 @@ def measured_step(timeline: Path) -> Picture:
     costs = overlay.in_bytes(overlay.measured_costs(step.plan, means), step)
     planned = simulate(step.plan, costs, step.lanes)
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
-    curves = HeldCurves(planned, None, "activations" if step.lanes is None else "bytes", step.at_rest)
+    unit = "bytes" if step.lanes is not None else "a microbatch's activations in all stages of a rank"
+    curves = HeldCurves(planned, None, unit, step.at_rest)
     made = plan_picture(
         planned, measured, held=curves, small=step.plan.num_ops > MOST_BOXES, time_name="seconds"
     )
-    ranks = ", ".join(map(str, step.pipeline))
-    title = f"Pipeline: iteration {step.iteration}, ranks {ranks}, as planned from mean times and as measured"
-    note = f"Planned {summary(planned)}; measured {summary(measured, held=False)}. {made.note}"
+    title = f"The step of iteration {step.iteration}, as planned from mean times and as measured"
+    of_the_run = ", ".join(map(str, step.pipeline))
+    same = step.pipeline == tuple(range(len(step.pipeline)))
+    where = "" if same else f"Lanes are pipeline ranks; these are ranks {of_the_run} of the run. "
+    note = f"{where}Planned {summary(planned)}; measured {summary(measured, held=False)}. {made.note}"
     return dataclasses.replace(made, title=title, note=note)
 
 

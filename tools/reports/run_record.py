@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+import statistics
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ from megatron.training.report.metrics_file import read_metrics
 NOT_LOSSES = {*TAGS.values(), *MEMORY_TAGS, "world-size"}
 MAX_CURVES = 1000
 MAX_METRICS_BYTES = 1 << 32
-_HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
-_NO_LOSS = re.compile(rf"-time$|^(planned|measured)-|{_HELD_OUT.pattern}")
+HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
+_NO_LOSS = re.compile(rf"-time$|^(planned|measured)-|{HELD_OUT.pattern}")
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -64,6 +65,11 @@ class RunRecord:
         return self.starts[-1].get("config", {}) if self.starts else {}
 
     @property
+    def layouts(self) -> str:
+        """Over which ranks it was spread, one start after the other: "PP 2, zbv -> TP 2"."""
+        return " -> ".join(dict.fromkeys(map(layout, self.starts)))
+
+    @property
     def losses(self) -> list[str]:
         """Tags of training losses."""
         return [tag for tag in self.curves if not (tag in NOT_LOSSES or _NO_LOSS.search(tag))]
@@ -71,11 +77,21 @@ class RunRecord:
     @property
     def validation_losses(self) -> list[str]:
         """Tags of losses on validation and test sets, without their perplexities."""
-        return [tag for tag in self.curves if _HELD_OUT.search(tag) and not tag.endswith(" ppl")]
+        return [tag for tag in self.curves if HELD_OUT.search(tag) and not tag.endswith(" ppl")]
 
     def finite(self, tag: str) -> list[float]:
         """Values of a curve that are numbers."""
         return [value for _, value in self.curves.get(tag, ()) if math.isfinite(value)]
+
+    def last_mean(self, tag: str, until: float = math.inf) -> tuple[float, int, int]:
+        """Mean of what is finite over the last --log-interval, as the console's last line has it, and from which
+        iteration to which; NaN where nothing is finite. until: an iteration."""
+        points = [(at, y) for at, y in self.curves.get(tag, ()) if at <= until and math.isfinite(y)]
+        if not points:
+            return math.nan, 0, 0
+        last = max(at for at, _ in points)
+        first = max(last - at_least_1(self.config.get("log_interval")), 0) + 1
+        return statistics.fmean(y for at, y in points if at >= first), first, last
 
     @property
     def parameters(self) -> int | None:

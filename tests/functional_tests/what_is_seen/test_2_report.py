@@ -16,6 +16,7 @@ MODEL = {
     "seq_length": 128,
     "micro_batch_size": 1,
     "global_batch_size": 8,
+    "log_interval": 10,
     "data_parallel_sharding_strategy": "no_shard",
     "context_parallel_size": 1,
 }
@@ -107,22 +108,37 @@ def test_charts_are_by_subject_and_the_bubble_has_its_own(page):
             "Loss",
             "Gradient norm",
             "Learning rate",
-            "Tokens/s",
+            "Tokens/s of all ranks",
             "Seconds per iteration",
-            "TFLOP/s per device",
+            "Model GFLOP/s of a rank",
         ),
-        *("Bubble, % of a step", "The step as planned, at equal times of F, B and W", "Device memory, MB"),
+        *("Bubble, % of a step", "The step as planned, at equal times of F, B and W"),
+        "The last rank's process, with all that it holds, MB",
     ]
-    assert keys_of(charts["Bubble, % of a step"]) == ["measured-bubble", "planned-bubble"]
+    assert keys_of(charts["Gradient norm"]) == [], "its title says it"
+    assert keys_of(charts["Bubble, % of a step"]) == ["bubble, measured", "broad and pale: planned"]
+    assert "waits for late messages" in charts["Bubble, % of a step"].find("p").text
     titles = [title.text for title in charts["Bubble, % of a step"].iter("title")]
-    assert "iteration 7: measured-bubble 5" in titles
+    assert {"iteration 7: bubble, measured 5", "iteration 7: bubble, planned 2"} <= {*titles}
     assert not any("bubble" in key for key in keys_of(charts["Loss"]))
     assert "bubble" not in "".join(charts["Loss"].itertext())
 
 
+def test_all_charts_of_a_run_are_over_the_same_iterations(tmp_path):
+    records = [*steps(1, 20), {"iteration": 15, "world-size": 2.0}, {"iteration": 16, "world-size": 4.0}]
+    charts = charts_of(page_of(write(tmp_path / "run", records))[1])
+    line = next(path for path in charts["Ranks"].iter("path") if path.get("class") == "line")
+    first, last = (float(point.split()[0]) for point in line.get("d")[1:].split("L"))
+    assert first == pytest.approx(10_000 * 14 / 19, abs=1)
+    assert last == pytest.approx(10_000 * 15 / 19, abs=1)
+
+
 def test_the_smoothed_loss_is_beside_the_raw(page):
     loss = charts_of(page[1])["Loss"]
-    assert keys_of(loss) == ["lm loss", "lm loss, smoothed", "lm loss validation"]
+    assert keys_of(loss) == [
+        *("training loss", "training loss, smoothed", "validation loss"),
+        *("dashes: resumed", "triangles: checkpoints"),
+    ]
     lines = {group.get("class"): group for group in loss.iter("g")}
     raw, smooth = (next(lines[name].iter("path")).get("d") for name in ("p0", "s0"))
 
@@ -135,7 +151,7 @@ def test_the_smoothed_loss_is_beside_the_raw(page):
 
 def test_each_resume_and_layout_change_is_labelled_on_the_charts(page):
     charts = charts_of(page[1])
-    for name in ("Loss", "Gradient norm", "Tokens/s"):
+    for name in ("Loss", "Gradient norm", "Tokens/s of all ranks"):
         texts = [text.text for text in charts[name].iter("text")]
         assert {"resumed: DP 2", "resumed: TP 2"} <= {*texts}
         stories = [title.text for title in charts[name].iter("title")]
@@ -153,6 +169,7 @@ def test_totals(page):
     assert tiles["parameters"] == ("213.6k", "213,568")
     assert tiles["tokens"] == ("102.4k", "800 samples")
     assert tiles["iterations"] == ("100", None)
+    assert tiles["ranks"] == ("2", "PP 2, zbv -> DP 2 -> TP 2")
     assert tiles["wall time"] == ("0:01:41", "in steps 0:00:50, 3 starts")
 
 
@@ -182,34 +199,110 @@ def test_events_are_told_in_short_numbers_and_beginnings_of_digests(tmp_path):
     assert "ab" * 32 not in text
 
 
+def test_a_new_plan_is_marked_and_one_that_stays_is_not(tmp_path):
+    plans = [
+        {"event": "plan", "iteration": at, "time": 1000.0, "schedule": "zbv", "kept": kept}
+        for at, kept in ((2, "a new one would take as long"), (4, None))
+    ]
+    run = write(tmp_path / "run", [start(0, 213_568, pp=2), *steps(1, 5), *plans])
+    charts = charts_of(page_of(run)[1])
+    assert "dashes and dots: new plan by measured costs" in keys_of(charts["Loss"])
+    for name in ("Loss", "Bubble, % of a step"):
+        lines = [line for line in charts[name].iter("line") if line.get("class") == "plan"]
+        assert [line[0].text for line in lines] == [
+            "zbv solved again after iteration 4 by measured costs: a new plan"
+        ]
+        assert [text.text for text in charts[name].iter("text")].count("new plan") == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "units"),
+    [(3e8, 0.02, ("MB", "GFLOP/s", 300, 20)), (7e10, 400.0, ("GB", "TFLOP/s", 70, 400))],
+)
+def test_one_unit_for_all_sizes_of_a_page_chosen_by_the_largest(tmp_path, size, rate, units):
+    size_name, rate_name, most, speed = units
+    numbers = {"mem-allocated-bytes": size, "planned-held-bytes": 2e6, "measured-held-bytes": 2e6}
+    numbers |= {"planned-moved-bytes": 5e6, "throughput": rate}
+    records = [{"iteration": at, "lm loss": 2.0, **numbers} for at in (1, 2)]
+    charts = charts_of(page_of(write(tmp_path / "run", records))[1])
+    sizes = [name for name in charts if name.endswith(f", {size_name}")]
+    assert len(sizes) == 3
+    assert not {"kB", "MB", "GB"} - {size_name} & {name.split(", ")[-1] for name in charts}
+    stories = {title.text for chart in charts.values() for title in chart.iter("title")}
+    assert f"iteration 1: in use (CPU: heap) {most}" in stories
+    assert f"iteration 1: model FLOP/s {speed}" in stories
+    assert f"Model {rate_name} of a rank" in charts
+
+
+def test_curves_have_plain_names_and_a_table_says_which_metric_each_is(page):
+    text, root = page
+    assert not re.search("lm loss|grad-norm|measured-bubble", text.split("Names of the curves")[0])
+    names = {row[0].text: row[1].text for row in [*root.iter("table")][-1]}
+    assert names["validation loss"] == "lm loss validation"
+    assert names["bubble, measured"] == "measured-bubble"
+    assert set(names.values()) == {*next(steps(1, 1)), "lm loss validation"} - {
+        *("iteration", "consumed_samples", "time"),
+    }
+
+
 def test_of_many_timers_the_longest_are_drawn_and_the_others_named(tmp_path):
     timers = {f"phase-{number}-time": float(number) for number in range(8)}
     records = [{"iteration": at, "lm loss": 2.0, **timers} for at in (1, 2)]
     chart = charts_of(page_of(write(tmp_path / "run", records))[1])["Timers: seconds per iteration"]
-    assert keys_of(chart) == [f"phase-{number}-time" for number in range(2, 8)]
-    assert chart.find("p").text == "Left out, as they are smaller: phase-1-time, phase-0-time."
+    assert keys_of(chart) == [f"phase {number}" for number in range(2, 8)]
+    assert chart.find("p").text == "Left out, as they are smaller: phase 1, phase 0."
 
 
 def test_two_runs_compared(runs):
     text, root = page_of(*runs)
     charts = charts_of(root)
-    assert keys_of(charts["Loss"])[:2] == ["one: lm loss", "one: lm loss, smoothed"]
-    assert keys_of(charts["Gradient norm"]) == ["one: grad-norm", "two: grad-norm"]
+    assert keys_of(charts["Loss"])[:2] == ["one: training loss", "one: training loss, smoothed"]
+    assert keys_of(charts["Gradient norm"]) == ["one", "two"]
     fills = [swatch.get("fill") for swatch in charts["Gradient norm"].find("figcaption").iter("rect")]
     assert fills == ["var(--s0)", "var(--s1)"], "a colour a run"
     assert {"Smoothed loss over millions of tokens", "Smoothed loss over minutes of steps"} <= set(charts)
-    results, settings = root.iter("table")
-    rows = {row[0].text: [cell.text for cell in row[1:]] for row in [*results, *settings]}
+    body = [*root.find("body")]
+    assert [one[0].text for one in body[1:3]] == ["Settings that differ (3)", "Results side by side"]
+    assert body[3].get("class") == "charts", "what differs comes first"
+    rows = {row[0].text: [cell.text for cell in row[1:]] for part in body[1:3] for row in part.iter("tr")}
     for title in ("Loss", "Gradient norm", "Smoothed loss over millions of tokens"):
         texts = {text.text for text in charts[title].iter("text")}
         assert {"one: resumed: DP 2", "one: resumed: TP 2"} <= texts
         assert not any("checkpoint" in story.text for story in charts[title].iter("title"))
-    assert rows["layout"] == ["TP 2", "1 rank"]
+    assert rows["layout"] == ["PP 2, zbv -> DP 2 -> TP 2", "1 rank"]
+    told = [cell.split(" · ")[1] for cell in rows["final training loss"]]
+    assert [one.split(";")[0] for one in told] == [
+        "mean of iterations 91 to 100",
+        "mean of iterations 51 to 60",
+    ]
+    assert len(rows["training loss at iteration 60"]) == 2
+    strokes = {line.get("class") for line in charts["Gradient norm"].iter("line")}
+    assert "resume s0" in strokes, "in the colour of its run"
     assert rows["tokens"] == ["102.4k · 800 samples", "61.44k · 480 samples"]
-    assert rows["lr"] == ["null", "0.004"]
+    assert rows["lr"] == ["not set", "0.004"]
     assert rows["tensor_model_parallel_size"] == ["2", "1"]
     assert "seq_length" not in rows, "the same in both"
     assert not re.findall(r"https?:|<script", text)
+
+
+def test_compared_kinds_have_a_chart_each_and_those_of_one_run_say_so(tmp_path):
+    def run(name, **numbers):
+        numbers |= {
+            f"{stage}-{kind}-share": 0.1 for stage in ("planned", "measured") for kind in ("lane", "exposed")
+        }
+        records = [{"iteration": at, "lm loss": 2.0, **numbers} for at in (1, 2)]
+        return write(tmp_path / name, records)
+
+    root = page_of(run("one", **{"first-time": 1.0, "second-time": 2.0}), run("two"))[1]
+    charts = charts_of(root)
+    wire = "Wire to data parallel ranks, % of a step"
+    assert {f"{wire}: wire busy", f"{wire}: computing waits for it"} <= {*charts}
+    assert keys_of(charts[f"{wire}: wire busy"]) == [
+        "one, measured",
+        "two, measured",
+        "broad and pale: planned",
+    ]
+    assert keys_of(charts["Timers: seconds per iteration (one only)"]) == ["first", "second"]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +326,7 @@ def test_the_loss_alone_is_a_picture_for_documents(runs, tmp_path):
     assert report.main([str(runs[0]), "--loss-svg", str(out), "--title", "Loss of <one>"]) == 0
     text = out.read_text()
     texts = [one.text for one in ET.fromstring(text).iter(f"{SVG}text")]
-    assert {"Loss of <one>", "lm loss, smoothed", "iteration", "resumed: DP 2"} <= {*texts}
+    assert {"Loss of <one>", "training loss, smoothed", "iteration", "resumed: DP 2"} <= {*texts}
     assert "prefers-color-scheme: dark" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert len(text) < 20_000

@@ -59,7 +59,7 @@ class Page(HTMLParser):
 
 def write_metrics(folder, iterations=40):
     file = MetricsFile(folder / "metrics.jsonl")
-    config = {"num_layers": 4, "lr": 3e-4, "data_path": ["<script>x"], "long": "y" * 999}
+    config = {"num_layers": 4, "lr": 3e-4, "log_interval": 10, "data_path": ["<script>x"], "long": "y" * 999}
     file.event("start", 0, world_size=2, config=config)
     for i in range(1, iterations + 1):
         file.record(
@@ -95,15 +95,23 @@ def test_page_is_well_formed_and_asks_for_nothing(tmp_path):
     assert "<script>" not in text
     titles = re.findall(r"<figcaption><b>(.*?)</b>", text)
     assert [title.split(":")[0] for title in titles] == [
-        *("Loss", "Gradient norm", "Learning rate", "Perplexity on held-out data", "Tokens/s"),
-        *("Bubble, % of a step", "Memory in all"),
+        *("Loss", "Gradient norm", "Learning rate", "Perplexity on held-out data", "Tokens/s of all ranks"),
+        "Bubble, % of a step",
+        "Weights, gradients and optimizer states on the fullest rank, without activations",
     ]
     assert "prefers-color-scheme: dark" in text
     for expected in (
-        *("A & <B>", "Loss", "Learning rate", "Gradient norm", "Tokens/s", "lm loss validation"),
+        *("A & <B>", "Loss", "Learning rate", "Gradient norm", "validation loss", "lm loss validation"),
         *("exit status 0: done", "2 cores", "num_layers", "checkpoint at iteration 20: out/iter_0000020"),
-        *("resumed after iteration 20", "2% of the first, 8", "1,020", "320 samples", "2 starts"),
-        "(999 characters)",
+        *(
+            "resumed after iteration 20",
+            f"{sum(8 / i for i in range(31, 41)) / 10:.4g}",
+            "1,020",
+            "320 samples",
+            "2 starts",
+        ),
+        # The last loss is 0.2; the console's last line has the mean of its interval.
+        *("mean of iterations 31 to 40; 3% of the first, 8", "(999 characters)"),
     ):
         assert expected in page.text, expected
 
@@ -131,9 +139,10 @@ def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
     assert page.requests == []
     for expected in (
         *(
-            "Memory by kind",
+            "gathered weights, measured",
+            "gathered weights, planned",
             *list(kinds)[:2],
-            "iteration 1, ranks 0, 1",
+            "The step of iteration 1, as planned",
             "0 planned",
             "1 measured",
             "gather",
