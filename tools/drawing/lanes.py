@@ -134,14 +134,13 @@ class Bracket:
     start: float
     end: float
     label: str = ""
-    height: int = 13
+    height: int = 16
 
     def draw(self, y: float, share: Share, width: float) -> Drawn:
         """As a lane."""
         left, right = round(WIDE * share(self.start)), round(WIDE * share(self.end))
-        path = f"M{left} {y + 2:g}v9m0 -4.5H{right}m0 -4.5v9"
-        where = {"text_anchor": "middle", "class_": "said"}
-        words = text(self.said, percent(share((self.start + self.end) / 2)), y + 10, **where)
+        path = f"M{left} {y + 9:g}v6m0 -3H{right}m0 -3v6"
+        words = text(self.said, percent(share(self.start)), y + 9, dx=8, class_="said")
         return "", element("path", class_="axis", fill="none", d=path), words
 
 

@@ -151,7 +151,8 @@ def to_html(
             fold(f"{counted(len(notes), 'line')} on the choice", lines, is_open=len(notes) <= _MOST_NOTES)
         )
     head, *rows = table_rows(entries)
-    about = element("p", html.escape(general(drawn_ones)), class_="note")
+    unit_of_time = next((f"Times are in {entry.time_name}. " for entry in entries if entry.time_name), "")
+    about = element("p", html.escape(unit_of_time + general(drawn_ones)), class_="note")
     body.append(fold("Figures", page_table(rows, head), about, is_open=True))
     for entry in entries:
         body.append(element("h2", html.escape(entry.name), id=entry.name))

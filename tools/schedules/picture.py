@@ -80,12 +80,9 @@ class HeldCurves:
         every = [[0.0, *sums] for held in self._held for _, sums in held]
         kinds = (one for at, one in enumerate(_MEMORY) if any(sums[at + 1] > sums[at] for sums in every))
         keys = [Key(f"memory: {name}", colour) for name, colour in kinds]
-        more = [Key("memory: in all", "#3f7fd6", "line")] if len(keys) > 1 else []
-        return [
-            *keys,
-            *more,
-            *([Key("memory limit", "var(--bad)", "line")] if self.limits is not None else []),
-        ]
+        if len(keys) > 1:
+            keys.append(Key("memory: in all", "#3f7fd6", "line"))
+        return [*keys, *([Key("memory limit", "var(--bad)", "line")] if self.limits is not None else [])]
 
     def strip(self, rank: int, height: int) -> Stack:
         """One rank's curve, with its peak and its limit."""
@@ -128,13 +125,17 @@ def plan_picture(
             f"{name} step time {one.cost:.5g}, bubble {one.bubble_rate:.2%}" for name, one in both.items()
         )
         title = f"{simulation.plan.schedule}: {'; '.join(told)}"
+    notes = [how_counted(simulation), f"Memory is in {held.unit}.", general(both.values()) * explained]
+    if measured is not None:
+        kept = "Wire and memory are" if simulation.timeline.lanes else "Memory is"
+        notes[1] = f"{kept} as planned, in {held.unit}."
     return lanes(
         title,
         strips,
         span=span or max(one.makespan for one in both.values()),
         time_name=time_name or _time_name(simulation),
         keys=[*_keys([*both.values()], strips), *held.keys],
-        note=f"{how_counted(simulation)} Memory is in {held.unit}. {general(both.values()) * explained}".strip(),
+        note=" ".join(filter(None, notes)),
     )
 
 
