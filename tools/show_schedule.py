@@ -64,7 +64,7 @@ from tools.schedules.page import (
     table,
     to_html,
 )
-from tools.schedules.picture import HeldCurves, beside_svg, several_svg, to_picture, to_svg
+from tools.schedules.picture import HeldCurves, beside_svg, pipeline_title, several_svg, to_picture, to_svg
 from tools.schedules.residency import Shown
 from tools.schedules.text import columns_per_unit, overlay_figures, overlay_text, to_text
 from tools.schedules.trace import overlay_trace, to_trace
@@ -264,8 +264,7 @@ def page_of(
 ) -> str:
     """The page of --html and --format html."""
     plan = next(entry.simulation.plan for entry in entries if entry.simulation is not None)
-    title = f"{plan.placement.num_ranks} pipeline ranks, {plan.num_microbatches} microbatches"
-    return to_html(title, entries, limits, units_in=unit, notes=notes)
+    return to_html(pipeline_title(plan), entries, limits, units_in=unit, notes=notes)
 
 
 def write(file: Path, text: str, flag: str) -> Path:

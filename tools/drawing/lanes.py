@@ -95,8 +95,7 @@ class Stack:
             x = round(WIDE * share(at) / 16) * 16
             points[x] = max(points.get(x, sums), sums, key=lambda one: one[-1])
             points[x + 8] = sums
-        parts = [element("path", fill="var(--outside)", d=f"M0 {y:g}H{end}V{base:g}H0z")]
-        outline = ""
+        parts, outline = [], ""
         for kind, colour in reversed([*enumerate(self.colours)]):  # what lies above is behind
             path, before = f"M0 {base:g}", 0.0
             for x, sums in points.items():
@@ -106,26 +105,51 @@ class Stack:
             outline = outline or element("path", class_="held", d=f"{path}H{end}")
             parts.append(element("path", fill=colour, d=f"{path}H{end}V{base:g}z"))
         parts.append(outline)
+        baselines = [y + 11, y + 24]
         if self.limit is not None:
-            parts.append(element("path", class_="limit", d=f"M0 {base - self.limit * unit:.1f}H{WIDE}"))
+            line = base - self.limit * unit
+            parts.append(element("path", class_="limit", d=f"M0 {line:.1f}H{WIDE}"))
+            if line < y + 28:  # not across the words
+                baselines = [line + 12, line + 25] if line < y + 12 else [line - 3, line + 12]
         outside = share(self.end) < 0.7  # there is room for words behind the end
         where = {"dx": 4, "text_anchor": "start"} if outside else {"dx": -4, "text_anchor": "end"}
         words = [
             text(
-                line,
+                said,
                 percent(share(self.end)),
-                y + 11 + 13 * row,
+                baseline,
                 class_=f"said{' over' * self.alarm}",
                 **where,
             )
-            for row, line in enumerate(self.said)
+            for baseline, said in zip(baselines, self.said, strict=False)
         ]
         return text(self.label, 0, y + self.height / 2 + 4), "".join(parts), "".join(words)
 
 
+@dataclass(frozen=True)
+class Bracket:
+    """A time from its start to its end, in words."""
+
+    said: str
+    start: float
+    end: float
+    label: str = ""
+    height: int = 16
+
+    def draw(self, y: float, share: Share, width: float) -> Drawn:
+        """As a lane."""
+        left, right = round(WIDE * share(self.start)), round(WIDE * share(self.end))
+        path = f"M{left} {y + 9:g}v6m0 -3H{right}m0 -3v6"
+        words = text(self.said, percent(share(self.start)), y + 9, dx=8, class_="said")
+        return "", element("path", class_="axis", fill="none", d=path), words
+
+
+Strip = Lane | Stack | Bracket
+
+
 def lanes(
     title: str,
-    strips: Sequence[Lane | Stack],
+    strips: Sequence[Strip],
     *,
     span: float,
     time_name: str,

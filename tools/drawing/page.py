@@ -23,7 +23,8 @@ COLOURS = 6  # of curves
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """An entry of a legend. colour: as CSS has it; kind: "line", "dot", "box"."""
+    """An entry of a legend. colour: as CSS has it, or several of boxes with blanks between them; kind: "line", "dot",
+    "box"."""
 
     text: str
     colour: str = ""
@@ -50,7 +51,6 @@ class Picture:
 
     def figure(self, *, wide: bool = False) -> str:
         """A `<figure>` of a page. wide: as wide as the page."""
-        keys = (element("span", _swatch(key), html.escape(key.text), class_="key") for key in self.keys)
         drawn = element("div", "no values", class_="empty")
         if self.plot:
             left = element("svg", self.labels, class_="plot", width=self.label_width, height=self.height)
@@ -63,7 +63,10 @@ class Picture:
                 "div", left, element("div", plot, class_="scroll" if least else None), class_="drawn"
             )
         note = element("p", html.escape(self.note), class_="note") if self.note else ""
-        caption = element("figcaption", element("b", html.escape(self.title)), *keys)
+        needs = f"--needs:{self.label_width + self.least_width + 8}px"
+        hint = "The picture goes on to the right: scroll it."
+        scrolls = element("i", hint, style=needs) if self.least_width else ""
+        caption = element("figcaption", element("b", html.escape(self.title)), legend(self.keys), scrolls)
         return element("figure", caption, drawn, note, class_="wide" if wide else None)
 
     def svg(self, width: int = 760) -> str:
@@ -71,7 +74,7 @@ class Picture:
         width = max(width, self.label_width + self.least_width + 24)
         inside, x, y = [text(self.title, 12, 20, class_="title")], width, 20
         for key in self.keys:
-            begin = 19 if key.colour else 0
+            begin = _swatch_width(key) + 5 if key.colour else 0
             needs = begin + 12 + round(LETTER * len(key.text))
             if x + needs > width:
                 x, y = 12, y + 18
@@ -92,16 +95,29 @@ class Picture:
         return head + "\n".join([ground, *inside]) + "\n</svg>\n"
 
 
+def legend(keys: Iterable[Key]) -> str:
+    """Markup of a page."""
+    return "".join(element("span", _swatch(key), html.escape(key.text), class_="key") for key in keys)
+
+
 def _swatch(key: Key) -> str:
-    """A picture of 14 x 10 pixels; nothing for a key without a colour."""
+    """A picture, 10 pixels high; nothing for a key without a colour."""
     if not key.colour:
         return ""
+    colours, width = key.colour.split(), _swatch_width(key)
     if key.kind == "dot":
         drawn = element("circle", cx=7, cy=5, r=4, fill=key.colour)
     else:
-        high = 3 if key.kind == "line" else 10
-        drawn = element("rect", y=5 - high / 2, width=14, height=high, rx=1, fill=key.colour)
-    return element("svg", drawn, width=14, height=10)
+        high, own = 3 if key.kind == "line" else 10, width / len(colours)
+        size = {"y": 5 - high / 2, "width": own, "height": high, "rx": 1}
+        drawn = "".join(
+            element("rect", **size, fill=one, x=own * at or None) for at, one in enumerate(colours)
+        )
+    return element("svg", drawn, width=width, height=10)
+
+
+def _swatch_width(key: Key) -> int:
+    return max(14, 10 * len(key.colour.split()))
 
 
 def element(name: str, *content: str, **attributes: object) -> str:

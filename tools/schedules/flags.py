@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, 
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.sharding_table import STRATEGIES
 from tools.commands import as_called
+from tools.schedules.held_over_time import size_of
 
 ALL = "all"
 SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
@@ -258,9 +259,7 @@ def expect_plan(args: argparse.Namespace, names: Sequence[str], step: MeasuredSt
     expected = build_plan(names[0], request)
     expected = lower(expected, CostModel.of_ranks(expected.placement))
     if plan_hash(expected) != plan_hash(step.plan):
-        placement = step.plan.placement
         raise PlanError(
             f"the run's plan is not that of the flags: its hash is {plan_hash(step.plan)} ({step.plan.schedule}, "
-            f"{placement.num_ranks} stages x {placement.num_chunks} chunks, "
-            f"{step.plan.num_microbatches} microbatches), that of the flags {plan_hash(expected)}"
+            f"{size_of(step.plan)}), that of the flags {plan_hash(expected)}"
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
-from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, op_text, partner_of
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Plan, op_text, partner_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import execute
-from megatron.core.words import size_text
+from megatron.core.words import counted, size_text
 
 Bar = tuple[float, float, int, str]  # start, end, place in the row, text
 Moments = list[tuple[float, Held]]  # from each of these times on
@@ -18,11 +18,22 @@ def summary(simulation: Simulation, *, held: bool = True) -> str:
     plan = simulation.plan
     most = activation_text(simulation, max(simulation.peak_activation))
     return (
-        f"{plan.schedule}: {plan.placement.num_ranks} stages x {plan.placement.num_chunks} chunks, "
-        f"{plan.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
-        f"bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%})"
+        f"{plan.schedule}: {size_of(plan)}, step time {simulation.cost:g}"
+        + (f" (longest rank), makespan {simulation.makespan:g} (all ranks)" if ends_apart(simulation) else "")
+        + f", bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%})"
         + (f", peak activation {most}" if held else "")
     )
+
+
+def size_of(plan: Plan) -> str:
+    """`4 ranks x 2 chunks, 8 microbatches`"""
+    ranks, chunks = counted(plan.placement.num_ranks, "rank"), counted(plan.placement.num_chunks, "chunk")
+    return f"{ranks} x {chunks}, {counted(plan.num_microbatches, 'microbatch', 'microbatches')}"
+
+
+def ends_apart(simulation: Simulation) -> bool:
+    """Whether all ranks together take longer than each of them."""
+    return simulation.makespan > simulation.cost * (1 + 1e-9)
 
 
 def bars(simulation: Simulation, rank: int) -> list[Bar]:

@@ -15,10 +15,11 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
+from megatron.core.words import counted
 from tools.drawing.page import element, fold, page
 from tools.drawing.page import table as page_table
 from tools.schedules.held_over_time import activation_text
-from tools.schedules.picture import ACTIVATIONS, MOST_BOXES, HeldCurves, plan_picture
+from tools.schedules.picture import ACTIVATIONS, MOST_BOXES, HeldCurves, general, plan_picture
 
 _MOST_RANKS_IN_A_CELL = 8
 _MOST_NOTES = 20  # of more, the page shows none until asked
@@ -30,7 +31,8 @@ class Entry:
 
     simulation: planned; None if the schedule cannot be had, and `problem` says why. problem: also what is wrong with
     one that can be had but not run (memory). measured: the step of a run, where there is one. remarks: lines to add.
-    time_name: of the axis of time. held: over time, where more is known of it than the simulation says.
+    time_name: of the axis of time, where its unit is not F. held: over time, where more is known of it than the
+    simulation says.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Entry:
     problem: str = ""
     measured: Simulation | None = None
     remarks: tuple[str, ...] = ()
-    time_name: str = "time"
+    time_name: str = ""
     held: HeldCurves | None = None
 
 
@@ -88,21 +90,19 @@ HEADINGS = ("schedule", "step time", "bubble", "activations by rank", "transfers
 
 
 def table_rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
-    """Cells below `HEADINGS`; a measured step is a row of its own."""
-    rows: list[tuple[str, ...]] = []
+    """`HEADINGS` and the cells below, without a column of no remarks; a measured step is a row of its own."""
+    rows: list[tuple[str, ...]] = [HEADINGS]
     for entry in entries:
         figures = ("",) * 4 if entry.simulation is None else _figures(entry.simulation)
         rows.append((entry.name, *figures, entry.problem))
         if entry.measured is not None:
             rows.append((f"{entry.name}, measured", *_figures(entry.measured), ""))
-    return rows
+    return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
 
 
 def table(entries: Sequence[Entry]) -> str:
     """Markdown, in columns."""
-    rows = [HEADINGS, *table_rows(entries)]
-    if not any(row[-1] for row in rows[1:]):
-        rows = [row[:-1] for row in rows]
+    rows = table_rows(entries)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
@@ -142,13 +142,18 @@ def to_html(
             held[entry.name] = entry.held or HeldCurves(found, limits, counted_in)
     for drawn in held.values():  # all of one unit on one axis of memory, too
         drawn.most = max(other.most for other in held.values() if other.unit == drawn.unit)
-    plans = [one.plan for entry in entries for one in (entry.simulation, entry.measured) if one is not None]
-    boxes = sum(IS_COMPUTE[op[0]] for plan in plans for row in plan.rows for op in row)
+    drawn_ones = [one for entry in entries for one in (entry.simulation, entry.measured) if one is not None]
+    boxes = sum(IS_COMPUTE[op[0]] for one in drawn_ones for row in one.plan.rows for op in row)
     body = [element("header", element("h1", html.escape(title)))]
     if notes:
         lines = element("pre", html.escape("\n".join(notes)))
-        body.append(fold(f"{len(notes)} lines on the choice", lines, is_open=len(notes) <= _MOST_NOTES))
-    body.append(fold("Figures", page_table(table_rows(entries), HEADINGS), is_open=True))
+        body.append(
+            fold(f"{counted(len(notes), 'line')} on the choice", lines, is_open=len(notes) <= _MOST_NOTES)
+        )
+    head, *rows = table_rows(entries)
+    unit_of_time = next((f"Times are in {entry.time_name}. " for entry in entries if entry.time_name), "")
+    about = element("p", html.escape(unit_of_time + general(drawn_ones)), class_="note")
+    body.append(fold("Figures", page_table(rows, head), about, is_open=True))
     for entry in entries:
         body.append(element("h2", html.escape(entry.name), id=entry.name))
         if entry.problem:
@@ -162,6 +167,7 @@ def to_html(
                 held=held[entry.name],
                 small=boxes > MOST_BOXES,
                 time_name=entry.time_name,
+                explained=False,
             )
             body.append(drawing.figure(wide=True))
     return page(title, body)

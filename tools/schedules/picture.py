@@ -4,16 +4,17 @@ what it holds over time."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD
+from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
-from megatron.core.words import size_text
-from tools.drawing.lanes import Box, Lane, Stack, lanes
+from megatron.core.words import counted, size_text
+from tools.drawing.lanes import Box, Bracket, Lane, Stack, Strip, lanes
 from tools.drawing.page import Key, Picture
 from tools.schedules.held_over_time import (
     bars,
     counts_bytes,
+    ends_apart,
     held_over_time,
     limits_in_bytes,
     summary,
@@ -21,7 +22,7 @@ from tools.schedules.held_over_time import (
 
 # Of F, B, W and BW; letters on them are dark, on a light page and on a dark one.
 COLOURS = ("#5a96e6", "#55b88c", "#e8b23e", "#3fa9a5")
-_WORDS = ("F: forward", "B: input gradient", "W: weight gradient", "BW: backward")
+_WORDS = ("F: forward", "B: input gradient", "W: weight gradient", "BW: whole backward")
 IDLE, OUTSIDE = "var(--idle)", "var(--outside)"
 MOST_BOXES = 6000  # that are drawn with a tooltip each
 _WIRE = {
@@ -37,9 +38,11 @@ _MEMORY = (  # from below
     ("gradients under way", "#93385a"),
 )
 COUNTED = (
-    "the longest that a rank takes from its first start to its last end{}, less what the busiest rank computes{}, as a "
-    "share of it. Pale grey, before a rank's first start and after its last end, is not counted: the steps before and "
-    "after run there."
+    "Step time is the longest that a rank takes from its first start to its last end: the time from one step to the "
+    "next where a rank begins each as soon as its own part of the last is done (--enable-optimizer-post-validation). "
+    "Where all ranks wait for each other between steps, it is the makespan, from the first start of all ranks to the "
+    "last end. Bubble is the step time less what the busiest rank computes, as a share of the step time. Pale grey, "
+    "before a rank's first start and after its last end, is not counted: the steps before and after run there."
 )
 ACTIVATIONS = "whole-stage activations of a microbatch"
 
@@ -76,8 +79,10 @@ class HeldCurves:
         """Of the kinds that are drawn."""
         every = [[0.0, *sums] for held in self._held for _, sums in held]
         kinds = (one for at, one in enumerate(_MEMORY) if any(sums[at + 1] > sums[at] for sums in every))
-        limit = [Key("memory limit", "var(--bad)", "line")] if self.limits is not None else []
-        return [*(Key(f"memory: {name}", colour) for name, colour in kinds), *limit]
+        keys = [Key(f"memory: {name}", colour) for name, colour in kinds]
+        if len(keys) > 1:
+            keys.append(Key("memory: in all", "#3f7fd6", "line"))
+        return [*keys, *([Key("memory limit", "var(--bad)", "line")] if self.limits is not None else [])]
 
     def strip(self, rank: int, height: int) -> Stack:
         """One rank's curve, with its peak and its limit."""
@@ -97,56 +102,100 @@ def plan_picture(
     span: float | None = None,
     held: HeldCurves | None = None,
     small: bool = False,
-    time_name: str = "time",
+    time_name: str = "",
+    explained: bool = True,
 ) -> Picture:
     """A plan; beside each lane of it that of a measured step. title: by default its figures. span: the time at the
     right end, for several pictures on one axis; by default the longer makespan. held: of the plan. small: without
-    tooltips, for documents."""
+    tooltips, for documents. time_name: by default in units of F. explained: with what figures mean in general."""
     held = held or HeldCurves(simulation)
-    both = [simulation] if measured is None else [simulation, measured]
-    suffixes = ("",) if measured is None else (" planned", " measured")
-    strips: list[Lane | Stack] = []
+    both = {"": simulation} if measured is None else {"planned": simulation, "measured": measured}
+    strips: list[Strip] = []
     for rank in range(len(simulation.plan.rows)):
-        strips += [_lane(one, rank, suffix, small=small) for one, suffix in zip(both, suffixes, strict=True)]
+        for name, one in both.items():
+            label = name if name == "measured" else f"rank {rank} {name}".rstrip()
+            strips.append(_lane(one, rank, label, small=small))
         strips += _wire(simulation, rank)
         strips.append(held.strip(rank, 22 if small else 48))
-    longest = span or max(one.makespan for one in both)
-    if title is None:
-        title = (
-            summary(simulation)
-            if measured is None
-            else f"{simulation.plan.schedule}: "
-            + "; ".join(
-                f"{suffix.strip()} {one.makespan:.5g}, bubble {one.bubble_rate:.2%}"
-                for one, suffix in zip(both, suffixes, strict=True)
-            )
+    strips += [bar for name, one in both.items() for bar in _ends(one, name)]
+    if title is None and measured is None:
+        title = summary(simulation)
+    elif title is None:
+        told = (
+            f"{name} step time {one.cost:.5g}, bubble {one.bubble_rate:.2%}" for name, one in both.items()
         )
-    keys, note = [*_keys(both), *held.keys], f"{how_counted(simulation)} Memory is in {held.unit}."
-    return lanes(title, strips, span=longest, time_name=time_name, keys=keys, note=note)
+        title = f"{simulation.plan.schedule}: {'; '.join(told)}"
+    notes = [how_counted(simulation), f"Memory is in {held.unit}.", general(both.values()) * explained]
+    if measured is not None:
+        kept = "Wire and memory are" if simulation.timeline.lanes else "Memory is"
+        notes[1] = f"{kept} as planned, in {held.unit}."
+    return lanes(
+        title,
+        strips,
+        span=span or max(one.makespan for one in both.values()),
+        time_name=time_name or _time_name(simulation),
+        keys=[*_keys([*both.values()], strips), *held.keys],
+        note=" ".join(filter(None, notes)),
+    )
 
 
 def how_counted(simulation: Simulation) -> str:
-    """What a bubble is, beside grey that is none."""
+    """Where the bubble comes from, beside grey that is none."""
     grey = 1 - sum(simulation.busy) / (len(simulation.busy) * simulation.makespan or 1.0)
-    counted = COUNTED.format(f" ({simulation.cost:.5g})", f" ({simulation.work:.5g})")
-    return f"Bubble {simulation.bubble_rate:.2%}: {counted} All grey together is {grey:.2%} of the lanes."
+    return (
+        f"Step time {simulation.cost:.5g}, of which the busiest rank computes {simulation.work:.5g}: bubble "
+        f"{simulation.bubble_rate:.2%}. All grey together is {grey:.2%} of the lanes."
+    )
 
 
-def _lane(simulation: Simulation, rank: int, suffix: str = "", *, small: bool) -> Lane:
+def general(simulations: Iterable[Simulation]) -> str:
+    """What figures and lanes of pictures mean."""
+    if not (wires := [lane.lanes.residency for one in simulations for lane in one.timeline.lanes]):
+        return COUNTED
+    shared = f"{wires[0].ways} ranks share each stage ({wires[0].strategy}, policy {wires[0].policy})"
+    return (
+        f"{COUNTED} {shared}: the wire of a rank gathers weights before they are used and reduces gradients."
+    )
+
+
+def _time_name(simulation: Simulation) -> str:
+    """Of an axis without seconds."""
+    placement, costs = simulation.plan.placement, simulation.costs
+    forwards = [0.0] * placement.num_ranks
+    for rank, one in zip(placement.ranks(), costs.f, strict=True):
+        forwards[rank] += one
+    is_one = all(abs(one - 1) < 1e-9 for one in forwards)
+    return "time: a rank's F takes 1" if is_one else "time, in the unit of --time-f"
+
+
+def _ends(simulation: Simulation, name: str) -> list[Bracket]:
+    """What a step takes; of all ranks together where that is more. name: before it."""
+    spans = simulation.spans
+    rank = max(range(len(spans)), key=lambda one: spans[one][1] - spans[one][0])
+    name = f"{name} step time".strip()
+    found = [Bracket(f"{name} {simulation.cost:.5g} (rank {rank})", *spans[rank])]
+    if ends_apart(simulation):
+        name = name.replace("step time", "makespan")
+        found.append(Bracket(f"{name} {simulation.makespan:.5g} (all ranks)", 0.0, simulation.makespan))
+    return found
+
+
+def _lane(simulation: Simulation, rank: int, label: str, *, small: bool) -> Lane:
     """small: no tooltips. Idle time within the rank's step is grey, what is outside of it pale."""
-    clock, least = 0.0, 1e-9 * simulation.makespan
+    clock, least, placement = 0.0, 1e-9 * simulation.makespan, simulation.plan.placement
     boxes: list[Box] = []
     gaps: list[Box] = []
-    for start, end, place, label in bars(simulation, rank):
+    for start, end, place, text in bars(simulation, rank):
         kind, stage, microbatch = simulation.plan.rows[rank][place][:3]
         if start > clock + least:
             gaps.append(Box(clock, start, IDLE, "bubble") if boxes else Box(clock, start, OUTSIDE))
-        said = "" if small else f"{label}: {start:g} to {end:g}"
-        boxes.append(Box(start, end, _colour(simulation, kind, stage), str(microbatch), said))
+        said = "" if small else f"{text}: {start:g} to {end:g}"
+        shade = _shade(kind, placement.chunk_of(stage), placement.num_chunks)
+        boxes.append(Box(start, end, shade, str(microbatch), said))
         clock = max(clock, end)
     if simulation.makespan > clock + least:
         gaps.append(Box(clock, simulation.makespan, OUTSIDE))
-    return Lane(f"{rank}{suffix}", boxes, gaps, 18 if small else 20)
+    return Lane(label, boxes, gaps, 18 if small else 20)
 
 
 def _wire(simulation: Simulation, rank: int) -> list[Lane]:
@@ -155,37 +204,33 @@ def _wire(simulation: Simulation, rank: int) -> list[Lane]:
         return []
     row, times = simulation.plan.rows[rank], simulation.timeline.lanes[rank].times
     boxes = [Box(*span, _WIRE[row[place][0]][1]) for place, span in times.items() if span[1] > span[0]]
-    return [Lane("wire", boxes, [Box(0.0, simulation.makespan, OUTSIDE)], 10)]
+    return [Lane("wire", boxes, (), 10)]
 
 
-def _colour(simulation: Simulation, kind: int, stage: int) -> str:
-    """Of a computation: later chunks are lighter."""
-    placement = simulation.plan.placement
-    light = 0.6 * placement.chunk_of(stage) / max(placement.num_chunks - 1, 1)
+def _shade(kind: int, chunk: int, num_chunks: int) -> str:
+    """The colour of a computation: later chunks are lighter."""
+    light = 0.6 * chunk / max(num_chunks - 1, 1)
     parts = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * light):02x}" for part in parts)
 
 
-def _keys(simulations: Sequence[Simulation]) -> list[Key]:
-    """Everything that lanes show."""
-    drawn = {op[0] for one in simulations for row in one.plan.rows for op in row}
-    chunks = max(one.plan.placement.num_chunks for one in simulations)
-    keys = [
-        Key(words, colour)
-        for kind, (words, colour) in enumerate(zip(_WORDS, COLOURS, strict=True))
-        if kind in drawn
-    ]
-    if chunks > 1:
-        keys.append(Key("light: second chunk" if chunks == 2 else "lighter: later chunks", "#bdd5f5"))
-    keys += [
-        Key("number: microbatch"),
-        Key("grey: idle (bubble)", IDLE),
-        Key("pale grey: not counted", OUTSIDE),
-    ]
-    wired = any(one.timeline.lanes for one in simulations)
-    return [
-        *keys,
-        *(Key(f"wire: {name}", colour) for kind, (name, colour) in _WIRE.items() if wired and kind in drawn),
+def _keys(simulations: Sequence[Simulation], strips: Sequence[Strip]) -> list[Key]:
+    """Everything that lanes show, and nothing else."""
+    lanes_only = [strip for strip in strips if isinstance(strip, Lane)]
+    drawn = {box.colour for lane in lanes_only for box in (*lane.gaps, *lane.boxes)}
+    numbers = {one.plan.placement.num_chunks for one in simulations}
+    several = [(chunk, number) for number in numbers for chunk in range(number)]
+    keys = []
+    for kind, words in enumerate(_WORDS):
+        shades = {_shade(kind, chunk, number) for chunk, number in several} & drawn
+        keys.append(Key(words, " ".join(sorted(shades))))  # dark ones first
+    if max(numbers) > 1:
+        keys.append(Key("light: second chunk" if max(numbers) == 2 else "lighter: later chunks"))
+    keys.append(Key("number: microbatch"))
+    others = {"grey: idle (bubble)": IDLE, "pale grey: not counted": OUTSIDE}
+    others |= {f"wire: {name}": colour for name, colour in _WIRE.values()}
+    return [key for key in keys if key.colour or key.text not in _WORDS] + [
+        Key(words, colour) for words, colour in others.items() if colour in drawn
     ]
 
 
@@ -197,7 +242,7 @@ def to_svg(simulation: Simulation) -> str:
 def to_picture(simulation: Simulation, *, span: float | None = None, width: int = 760) -> str:
     """A file of one plan in some ten kilobytes, for documents."""
     title = f"{simulation.plan.schedule}, bubble {simulation.bubble_rate:.1%}"
-    return plan_picture(simulation, title=title, span=span, small=True).svg(width)
+    return plan_picture(simulation, title=title, span=span, small=True, explained=False).svg(width)
 
 
 def beside_svg(planned: Simulation, measured: Simulation, held: HeldCurves | None = None) -> str:
@@ -208,13 +253,19 @@ def beside_svg(planned: Simulation, measured: Simulation, held: HeldCurves | Non
 def several_svg(simulations: Sequence[Simulation]) -> str:
     """A file of several plans under one another on one axis of time, bubbles named."""
     plan = simulations[0].plan
-    strips: list[Lane | Stack] = []
+    strips: list[Strip] = []
     for one in simulations:
         peak = f"{max(one.peak_activation):g}"
-        told = f"{one.plan.schedule}: step {one.cost:g}, bubble {one.bubble_rate:.1%}, peak activation {peak}"
+        told = f"{one.plan.schedule}: step time {one.cost:g}, bubble {one.bubble_rate:.1%}, peak activation {peak}"
         strips.append(Lane("", heading=told, height=26))
-        strips += [_lane(one, rank, small=True) for rank in range(len(one.plan.rows))]
-    title = f"{plan.placement.num_ranks} pipeline ranks, {plan.num_microbatches} microbatches"
-    span, keys = max(one.makespan for one in simulations), _keys(simulations)
-    note = f"Bubble: {COUNTED.format('', '')}"
-    return lanes(title, strips, span=span, time_name="time", keys=keys, note=note).svg()
+        strips += [_lane(one, rank, f"rank {rank}", small=True) for rank in range(len(one.plan.rows))]
+        strips += _ends(one, "")
+    span, keys = max(one.makespan for one in simulations), _keys(simulations, strips)
+    name = _time_name(simulations[0])
+    return lanes(pipeline_title(plan), strips, span=span, time_name=name, keys=keys, note=COUNTED).svg()
+
+
+def pipeline_title(plan: Plan) -> str:
+    """What plans that are compared share."""
+    ranks = counted(plan.placement.num_ranks, "pipeline rank")
+    return f"{ranks}, {counted(plan.num_microbatches, 'microbatch', 'microbatches')}"

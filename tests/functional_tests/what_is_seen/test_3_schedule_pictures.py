@@ -11,10 +11,11 @@ from tools import report, show_schedule
 from tools.drawing.page import PLOT_STYLE
 
 ROOT = Path(__file__).resolve().parents[3]
+TIME = "time: a rank's F takes 1"
 ZBV = "--schedule zbv --stages 4 --microbatches 8"
 KEYS = [
     *("F: forward", "B: input gradient", "W: weight gradient", "light: second chunk", "number: microbatch"),
-    *("grey: idle (bubble)", "pale grey: not counted", "memory: activations"),
+    *("pale grey: not counted", "memory: activations"),
 ]
 
 
@@ -66,10 +67,27 @@ def test_both_chunks_have_microbatch_numbers(picture):
 def test_it_has_an_axis_of_time_and_a_full_legend(picture):
     _, root = picture
     texts = texts_of(root)
-    assert texts[texts.index("time") - 6 : texts.index("time")] == ["0", "5", "10", "15", "20", "25"]
+    assert texts[texts.index(TIME) - 6 : texts.index(TIME)] == ["0", "5", "10", "15", "20", "25"]
     legend = root.find(".//figcaption")
     shown = texts if legend is None else ["".join(key.itertext()) for key in legend.iter("span")]
-    assert [key for key in KEYS if key not in shown] == []
+    assert [key for key in shown if key in KEYS] == KEYS
+    assert "grey: idle (bubble)" not in shown, "zbv waits for nothing within its step"
+
+
+def test_every_colour_in_a_lane_has_a_swatch_and_no_other(picture):
+    _, root = picture
+    drawn = {path.get("fill") for group in root.iter("g") if group.get("class") == "bars" for path in group}
+    swatches = {rect.get("fill") for svg in root.iter("svg") for rect in svg.findall("rect")} - {None}
+    assert swatches == {*drawn, "#86b1e8"}, "and that of memory"
+    assert len(drawn) == 7, "F, B and W of two chunks, and pale grey"
+
+
+def test_the_step_time_and_the_longer_makespan_are_both_named(picture):
+    _, root = picture
+    texts = texts_of(root)
+    assert {"step time 24 (rank 0)", "makespan 25.5 (all ranks)"} <= set(texts)
+    told = "".join(root.itertext())
+    assert "step time 24 (longest rank), makespan 25.5 (all ranks), bubble 0 (0.00%)" in told
 
 
 def test_memory_is_a_curve_below_each_rank(picture):
@@ -86,8 +104,12 @@ def test_no_bubble_beside_visible_grey_says_how_it_is_counted(picture):
     assert "var(--outside)" in fills
     assert "var(--idle)" not in fills, "zbv waits for nothing within its step"
     told = " ".join("".join(root.itertext()).split())
-    assert "Bubble 0.00%: the longest that a rank takes from its first start to its last end (24)" in told
-    assert "less what the busiest rank computes (24), as a share of it. Pale grey" in told
+    assert "Step time 24, of which the busiest rank computes 24: bubble 0.00%." in told
+    assert told.count("the longest that a rank takes from its first start to its last end") == 1
+    assert (
+        told.count("step time less what the busiest rank computes, as a share of the step time. Pale grey")
+        == 1
+    )
     assert "is not counted" in told
 
 
@@ -104,11 +126,13 @@ def test_several_on_one_page_and_under_one_another_on_one_axis(monkeypatch, caps
     page = drawn(f"{words}html", monkeypatch, capsys, tmp_path)
     figures = [*ET.fromstring(page.removeprefix("<!DOCTYPE html>")).iter("figure")]
     assert len(figures) == 2
-    assert texts_of(figures[1])[-1] == texts_of(figures[0])[-1] == "time"
+    assert page.count("Bubble is the step time less") == 1, "once a page"
+    assert "remark" not in page, "nothing is to be remarked"
+    assert texts_of(figures[1])[-1] == texts_of(figures[0])[-1] == TIME
     assert texts_of(figures[1])[-2] == texts_of(figures[0])[-2] == "30", "one axis"
     together = drawn(f"{words}svg", monkeypatch, capsys, tmp_path)
-    assert "1f1b: step 33, bubble 27.3%, peak activation 4" in together
-    assert "zbv: step 24, bubble 0.0%, peak activation 4" in together
+    assert "1f1b: step time 33, bubble 27.3%, peak activation 4" in together
+    assert "zbv: step time 24, bubble 0.0%, peak activation 4" in together
 
 
 def test_gathers_reductions_and_limits_are_on_the_page(monkeypatch, capsys, tmp_path):

@@ -119,8 +119,8 @@ def both():
 def test_text_has_two_grids_to_one_scale(both):
     planned, measured = both[:2]
     lines = overlay_text(planned, measured).splitlines()
-    assert lines[0].startswith("planned 1f1b: 2 stages x 1 chunks, 2 microbatches, makespan 9, bubble 3")
-    assert lines[3].startswith("measured 1f1b: 2 stages x 1 chunks, 2 microbatches, makespan 11, bubble 5")
+    assert lines[0].startswith("planned 1f1b: 2 ranks x 1 chunk, 2 microbatches, step time 9, bubble 3")
+    assert lines[3].startswith("measured 1f1b: 2 ranks x 1 chunk, 2 microbatches, step time 11, bubble 5")
     width = {len(line.split("|")[1]) for line in lines[1:3]}, {len(line.split("|")[1]) for line in lines[4:6]}
     assert width == ({36}, {44})
     assert lines[5] == "1 |....1F0 ........1BW0--- 1F1 1BW1--- ........| idle 5, peak 1"
@@ -132,11 +132,11 @@ def test_svg_has_two_lanes_a_rank(both):
     assert len(titles) == 16
     assert {"1BW0: 2 to 4", "1BW0: 4 to 6"} <= set(titles)
     texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert [text for text in texts if text in ("0 planned", "0 measured", "1 planned", "1 measured")] == [
-        "0 planned",
-        "0 measured",
-        "1 planned",
-        "1 measured",
+    lanes = ["rank 0 planned", "measured", "rank 1 planned", "measured"]
+    assert [text for text in texts if text in lanes] == lanes
+    assert [text for text in texts if "step time" in text][1:3] == [
+        "planned step time 9 (rank 0)",
+        "measured step time 11 (rank 0)",
     ]
 
 

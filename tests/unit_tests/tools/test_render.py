@@ -24,7 +24,7 @@ def simulation():
 
 def test_grid_is_to_scale(simulation):
     lines = to_text(simulation).splitlines()
-    assert lines[0].startswith("1f1b: 2 stages x 1 chunks, 2 microbatches, makespan 10, bubble 4 (40.00%)")
+    assert lines[0].startswith("1f1b: 2 ranks x 1 chunk, 2 microbatches, step time 10, bubble 4 (40.00%)")
     assert lines[1] == "0 |0F0 0F1 ............0BW0--- ....0BW1--- | idle 4, peak 2"
     assert lines[2] == "1 |......1F0 1BW0--- 1F1 1BW1--- ..........| idle 4, peak 1"
 

@@ -144,7 +144,7 @@ def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
             *list(kinds)[:2],
             "The step of iteration 1, as planned",
             "0 planned",
-            "1 measured",
+            "rank 1 planned",
             "gather",
             "reduction",
         ),
@@ -153,7 +153,7 @@ def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
             "activations",
             "gathered weights",
             "whole gradients",
-            "measured zbv: 2 stages x 2",
+            "measured zbv: 2 ranks x 2",
         ),
     ):
         assert expected in page.text, expected

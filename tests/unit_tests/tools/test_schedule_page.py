@@ -75,7 +75,13 @@ def test_gathers_and_what_is_held_lie_below_computations(monkeypatch, most_boxes
     (drawn,) = svgs(to_html("x", [Entry("1f1b", found)]))
     said = [text.text for text in drawn.iter("text")]
     kinds = "states at rest|activations|gathered weights|whole gradients|gradients under way".split("|")
-    keys = ["wire: gather", "wire: reduction", *(f"memory: {kind}" for kind in kinds), "memory limit"]
+    keys = [
+        "wire: gather",
+        "wire: reduction",
+        *(f"memory: {kind}" for kind in kinds),
+        "memory: in all",
+        "memory limit",
+    ]
     assert legend(drawn)[-len(keys) :] == keys
     assert [one for one in said if one.startswith(("limit", "peak"))] == [
         "limit 16 GB",
@@ -85,7 +91,8 @@ def test_gathers_and_what_is_held_lie_below_computations(monkeypatch, most_boxes
     ]
     gathers = sum(colour == "#e08a3c" for colour, _, _ in lanes(drawn))
     assert gathers == sum(op[0] == Kind.UNSHARD for row in plan.rows for op in row)
-    axis = said[said.index("time") - 5 : said.index("time")]
+    end = said.index("time: a rank's F takes 1")
+    axis = said[end - 5 : end]
     assert max(map(float, axis)) <= found.makespan, "an axis of time"
     assert max(map(float, axis)) > 0.7 * found.makespan
 
@@ -93,13 +100,8 @@ def test_gathers_and_what_is_held_lie_below_computations(monkeypatch, most_boxes
 def test_planned_and_measured_are_lanes_side_by_side_and_problems_are_told():
     planned, measured = simulation("1f1b"), simulation("1f1b", comm=1.0)
     page = to_html("x", [Entry("1f1b", planned, measured=measured), Entry("zbv", None, "no <room>")])
-    lanes = [text.text for text in svgs(page)[0].iter("text")]
-    assert [lane for lane in lanes if lane and lane[0] in "01" and lane.endswith("ed")] == [
-        "0 planned",
-        "0 measured",
-        "1 planned",
-        "1 measured",
-    ]
+    lanes = ["rank 0 planned", "measured", "rank 1 planned", "measured"]
+    assert [text.text for text in svgs(page)[0].iter("text") if text.text in lanes] == lanes
     assert '<p class="over">no &lt;room&gt;</p>' in page
     assert ">limit" not in page
 

@@ -68,5 +68,5 @@ def test_several_plans_are_on_one_axis_and_bubbles_are_named():
     assert any(abs(right - fast.makespan / slow.makespan * WIDE) <= 1 for right in rights)
     assert "bubble" in numbers_of(root)
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert "1f1b: step 33, bubble 27.3%, peak activation 4" in texts
-    assert "zbv: step 24, bubble 0.0%, peak activation 4" in texts
+    assert "1f1b: step time 33, bubble 27.3%, peak activation 4" in texts
+    assert "zbv: step time 24, bubble 0.0%, peak activation 4" in texts

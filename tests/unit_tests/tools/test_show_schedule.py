@@ -91,7 +91,7 @@ def test_other_formats():
     ET.fromstring(output(*SMALL, "--format", "svg"))
     assert json.loads(output(*SMALL, "--format", "trace"))["traceEvents"]
     assert output(*SMALL).startswith(
-        "1f1b: 3 stages x 1 chunks, 4 microbatches, makespan 18, bubble 6 (33.33%)"
+        "1f1b: 3 ranks x 1 chunk, 4 microbatches, step time 18, bubble 6 (33.33%)"
     )
 
 

@@ -38,7 +38,7 @@ class Simulation:
     work: float
 
     @functools.cached_property
-    def _spans(self) -> list[tuple[float, float]]:
+    def spans(self) -> list[tuple[float, float]]:
         """By rank: start of its first computation, end of its last or of what it reduces last."""
         spans = []
         for rank, row in enumerate(self.plan.rows):
@@ -52,12 +52,12 @@ class Simulation:
     @property
     def makespan(self) -> float:
         """End of the last computation, or reduction."""
-        return max(end for _, end in self._spans)
+        return max(end for _, end in self.spans)
 
     @property
     def cost(self) -> float:
         """The most that a rank takes from its first start to its last end."""
-        return max(end - start for start, end in self._spans)
+        return max(end - start for start, end in self.spans)
 
     @property
     def merit(self) -> Merit:
