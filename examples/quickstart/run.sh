@@ -48,6 +48,6 @@ echo "== resuming from the checkpoint"
 train
 echo "== report"
 "$PYTHON" tools/report.py "$RUN_DIR/checkpoints" --out "$RUN_DIR/report.html" --timeline "$RUN_DIR/timeline"
-echo "== a sample from the checkpoint"
+echo "== a sample: what the model writes after the prompt \"def main(\" (200 steps teach the look of code, not more)"
 "$PYTHON" tools/generate.py --load "$RUN_DIR/checkpoints" --prompt "def main(" --max-new-tokens 160 --temperature 0.7 --seed 1
 echo "== done: open $RUN_DIR/report.html"
