@@ -151,7 +151,13 @@ class ProgressLine:
         else:
             ranks = (0, 1, 4, 5, 2, 3)
             steps = f"{self._iteration:,}/{self._total:,}"
-            texts = (f"{share:.1%}", steps, *self._figures, f"ETA {self.eta() or 'n/a'}", saved)
+            texts = (
+                f"{share:.1%}",
+                steps,
+                *self._figures,
+                f"ETA {self.eta() or 'n/a'}",
+                saved * (age_s is not None),
+            )
             columns = list(zip(ranks, texts, strict=True))
             width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"
             self._show_bar(bar_line(share, columns, width, ascii_only=not utf8))

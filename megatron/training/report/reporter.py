@@ -73,8 +73,7 @@ def _report_parameters(session: Session, engine: Engine) -> int:
 def log_memory(session: Session, engine: Engine, when: str) -> None:
     """--log-fsdp-ledger: what the data parallel engine of rank 0 holds."""
     if session.config.ddp.log_fsdp_ledger:
-        for line in metrics.memory_lines(when, engine.memory_tracker.lines()):
-            session.print_rank_0(line)
+        session.print_rank_0(*metrics.memory_lines(when, engine.memory_tracker.lines()))
 
 
 def _plan_facts(

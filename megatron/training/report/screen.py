@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from megatron.core.words import scaled, size_text
+from megatron.core.words import scaled
 from megatron.training.report.metrics import IterationRecord, perplexity
 
 _BETWEEN = "  "
@@ -54,8 +54,8 @@ def _columns(record: IterationRecord, has: Collection[str], wide: bool) -> list[
     ]
     if "throughput_tflops" in has:
         columns.append((7, f"{scaled(1e12 * (record.throughput_tflops or 0.0), 'FLOP/s'):>12} a rank"))
-    held = _NONE if record.memory_bytes is None else size_text(record.memory_bytes, digits=3)
-    columns.append((5, f"{'memory' if wide else 'mem'} {held:>8}"))
+    held = None if record.memory_bytes is None else record.memory_bytes / 1e9
+    columns.append((5, f"{'memory' if wide else 'mem'} {_number(held, 5, 2)} GB"))
     if "bubbles" in has:
         measured, planned = (bubbles.measured, bubbles.planned) if bubbles is not None else (None, None)
         told = f" (plan {_percent(planned)})" if wide else ""

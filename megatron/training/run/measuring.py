@@ -146,8 +146,8 @@ class Measuring:
         spec, self._costs, reasons, told = replanned(
             iteration, figures, pipeline.spec, sizes, splits=splits, lanes=pipeline.wire
         )
-        for line in reasons:
-            session.print_rank_0(f" > --pipeline-schedule auto, by measured costs: {line}")
+        why = " > --pipeline-schedule auto, by measured costs: "
+        session.print_rank_0(*(f"{why}{line}" for line in reasons), brief="")
         if told.kept is None:
             pipeline.plan_by(spec)
             bare, plan = (plan_for(one, num_microbatches, PlanPurpose.TRAIN) for one in (spec.bare, spec))

@@ -25,8 +25,8 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     config, tell = session.config, session.print_rank_0
     spec, parallel = config.schedule_spec, config.parallel
     speeds = parallel.achieved_tflops, parallel.dp_bandwidth_gb_per_s
-    for line in reason_lines(spec, parallel.rank_memory_limit, *speeds):
-        tell(line)
+    candidates = reason_lines(spec, parallel.rank_memory_limit, *speeds)
+    tell(*candidates, brief=f" > pipeline: {spec.schedule} was chosen; every candidate is in the log file")
     if config.staged_model.asks_device(spec):
         total = session.device.total_bytes()
         if total is not None:
@@ -37,8 +37,7 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     for chunk in engine.chunks:
         if chunk.sink is not None:
             chunk.sink.keeps_gathered = spec.keeps_gathered
-    for line in limit_lines(spec, sequence_parallel=parallel.sequence_parallel):
-        tell(line)
+    tell(*limit_lines(spec, sequence_parallel=parallel.sequence_parallel))
     if (told := bound_lines(spec, config.batch_schedule().num_microbatches(0))) is not None:
         tell(told[0], brief=told[1])
     return spec

@@ -90,7 +90,8 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
         metrics.THREADS.format(threads=threads, cores=cores, ranks=ranks, said_by=said),
     )
     vocabulary = metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded)
-    session.print_rank_0(vocabulary, brief=f" > vocabulary: {size:,} tokens, {padded:,} with padding")
+    with_padding = f", {padded:,} with padding" if padded > size else ""
+    session.print_rank_0(vocabulary, brief=f" > vocabulary: {size:,} tokens{with_padding}")
     return session
 
 

@@ -202,13 +202,13 @@ EVERY = ("throughput_tflops", "bubbles", "eta")
 def test_columns_go_by_their_importance_and_a_line_is_never_wrapped():
     assert short_line(RECORD, 400, EVERY) == (
         " step  12,345/100,000  loss 3.2500  grad norm 1.500  12,346 tokens/s  12.3 GFLOP/s a rank"
-        "  memory   6.7 GB  bubble  9.3% (plan  7.7%)  ETA 0:01:10  aux 0.5000  2 skipped (1 NaN)"
+        "  memory  6.70 GB  bubble  9.3% (plan  7.7%)  ETA 0:01:10  aux 0.5000  2 skipped (1 NaN)"
     )
     for width in range(30, 300):
         assert all(len(row) < width for row in short_line(RECORD, width, EVERY).split("\n"))
     line = " step  12,345/100,000  loss 3.2500  grad 1.500  12,346 tok/s"
     assert short_line(RECORD, 80, EVERY) == f"{line}  bubble  9.3%\n   2 skipped (1 NaN)"
-    assert short_line(RECORD, 80, {"eta"}) == f"{line}  mem   6.7 GB\n   2 skipped (1 NaN)"
+    assert short_line(RECORD, 80, {"eta"}) == f"{line}  mem  6.70 GB\n   2 skipped (1 NaN)"
     assert (
         short_line(RECORD, 50, ()) == " step  12,345/100,000  loss 3.2500  grad 1.500\n   2 skipped (1 NaN)"
     )
