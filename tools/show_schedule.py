@@ -61,6 +61,7 @@ from tools.schedules.page import (
     entry_of,
     longest,
     of_rank_totals,
+    playground,
     table,
     to_html,
 )
@@ -116,8 +117,7 @@ def run(args: argparse.Namespace) -> str:
             raise PlanError(
                 "--playground writes a page that asks for everything itself: leave the other flags out"
             )
-        page = Path(__file__).with_name("playground.html").read_text(encoding="utf-8")
-        return f"wrote {write(args.playground, page, '--playground')}\n"
+        return f"wrote {write(args.playground, playground(), '--playground')}\n"
     if args.rank_memory_limit is not None:
         from tools.schedules import budget  # with all that the trainer knows of flags
 

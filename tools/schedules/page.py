@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError
@@ -15,11 +17,12 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
+from megatron.core.safe_files import read_text
 from megatron.core.words import counted
 from tools.drawing.page import element, fold, page
 from tools.drawing.page import table as page_table
 from tools.schedules.held_over_time import activation_text
-from tools.schedules.picture import ACTIVATIONS, MOST_BOXES, HeldCurves, general, plan_picture
+from tools.schedules.picture import ACTIVATIONS, MOST_BOXES, HeldCurves, colours, general, plan_picture
 
 _MOST_RANKS_IN_A_CELL = 8
 _MOST_NOTES = 20  # of more, the page shows none until asked
@@ -118,6 +121,16 @@ def _figures(simulation: Simulation) -> tuple[str, str, str, str]:
     if len(peaks) > _MOST_RANKS_IN_A_CELL:
         held = " to ".join(activation_text(simulation, peak) for peak in (min(peaks), max(peaks)))
     return f"{simulation.cost:.5g}", f"{simulation.bubble_rate:.2%}", held, str(simulation.num_messages)
+
+
+def playground() -> str:
+    """A page with sliders and a planner of its own, in this style."""
+    every = {**colours(), "exposed: waits for the wire": "var(--s3)"}
+    body = read_text(Path(__file__).parent.with_name("playground.html"), max_bytes=1 << 16, follow=True)
+    return page(
+        "Playground: pipelines over sharded weights",
+        [body.replace("/* text: colour */ {}", json.dumps(every))],
+    )
 
 
 def to_html(

@@ -24,18 +24,19 @@ from tools.schedules.held_over_time import (
 COLOURS = ("#5a96e6", "#55b88c", "#e8b23e", "#3fa9a5")
 _WORDS = ("F: forward", "B: input gradient", "W: weight gradient", "BW: whole backward")
 IDLE, OUTSIDE = "var(--idle)", "var(--outside)"
+_GREYS = (("grey: idle (bubble)", IDLE), ("pale grey: not counted", OUTSIDE))
 MOST_BOXES = 6000  # that are drawn with a tooltip each
 _WIRE = {
-    UNSHARD: ("gather", "#e08a3c"),
-    REDUCE: ("reduction", "#c2476b"),
-    HSDP_ALL_REDUCE: ("sum over instances", "#8a5bb0"),
+    UNSHARD: ("wire: gather", "#e08a3c"),
+    REDUCE: ("wire: reduction", "#c2476b"),
+    HSDP_ALL_REDUCE: ("wire: sum over instances", "#8a5bb0"),
 }
 _MEMORY = (  # from below
-    ("states at rest", "#8d99a6"),
-    ("activations", "#86b1e8"),
-    ("gathered weights", "#f0b57c"),
-    ("whole gradients", "#d9708f"),
-    ("gradients under way", "#93385a"),
+    ("memory: states at rest", "#8d99a6"),
+    ("memory: activations", "#86b1e8"),
+    ("memory: gathered weights", "#f0b57c"),
+    ("memory: whole gradients", "#d9708f"),
+    ("memory: gradients under way", "#93385a"),
 )
 COUNTED = (
     "Step time is the longest that a rank takes from its first start to its last end: the time from one step to the "
@@ -79,7 +80,7 @@ class HeldCurves:
         """Of the kinds that are drawn."""
         every = [[0.0, *sums] for held in self._held for _, sums in held]
         kinds = (one for at, one in enumerate(_MEMORY) if any(sums[at + 1] > sums[at] for sums in every))
-        keys = [Key(f"memory: {name}", colour) for name, colour in kinds]
+        keys = [Key(*one) for one in kinds]
         if len(keys) > 1:
             keys.append(Key("memory: in all", "#3f7fd6", "line"))
         return [*keys, *([Key("memory limit", "var(--bad)", "line")] if self.limits is not None else [])]
@@ -118,24 +119,21 @@ def plan_picture(
         strips += _wire(simulation, rank)
         strips.append(held.strip(rank, 22 if small else 48))
     strips += [bar for name, one in both.items() for bar in _ends(one, name)]
-    if title is None and measured is None:
-        title = summary(simulation)
-    elif title is None:
-        told = (
-            f"{name} step time {one.cost:.5g}, bubble {one.bubble_rate:.2%}" for name, one in both.items()
-        )
-        title = f"{simulation.plan.schedule}: {'; '.join(told)}"
-    notes = [how_counted(simulation), f"Memory is in {held.unit}.", general(both.values()) * explained]
-    if measured is not None:
-        kept = "Wire and memory are" if simulation.timeline.lanes else "Memory is"
-        notes[1] = f"{kept} as planned, in {held.unit}."
+    told = (f"{name} step time {one.cost:.5g}, bubble {one.bubble_rate:.2%}" for name, one in both.items())
+    figures = summary(simulation) if measured is None else f"{simulation.plan.schedule}: {'; '.join(told)}"
+    planned = "" if measured is None else "Wire and memory are as planned. "
+    notes = [
+        how_counted(simulation),
+        f"{planned}Memory is in {held.unit}.",
+        *explained * [general(both.values())],
+    ]
     return lanes(
-        title,
+        figures if title is None else title,
         strips,
         span=span or max(one.makespan for one in both.values()),
         time_name=time_name or _time_name(simulation),
-        keys=[*_keys([*both.values()], strips), *held.keys],
-        note=" ".join(filter(None, notes)),
+        keys=[*_keys(strips, simulation.plan), *held.keys],
+        note=" ".join(notes),
     )
 
 
@@ -160,11 +158,7 @@ def general(simulations: Iterable[Simulation]) -> str:
 
 def _time_name(simulation: Simulation) -> str:
     """Of an axis without seconds."""
-    placement, costs = simulation.plan.placement, simulation.costs
-    forwards = [0.0] * placement.num_ranks
-    for rank, one in zip(placement.ranks(), costs.f, strict=True):
-        forwards[rank] += one
-    is_one = all(abs(one - 1) < 1e-9 for one in forwards)
+    is_one = all(abs(one * simulation.plan.placement.num_chunks - 1) < 1e-9 for one in simulation.costs.f)
     return "time: a rank's F takes 1" if is_one else "time, in the unit of --time-f"
 
 
@@ -214,24 +208,22 @@ def _shade(kind: int, chunk: int, num_chunks: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * light):02x}" for part in parts)
 
 
-def _keys(simulations: Sequence[Simulation], strips: Sequence[Strip]) -> list[Key]:
+def _keys(strips: Sequence[Strip], *plans: Plan) -> list[Key]:
     """Everything that lanes show, and nothing else."""
-    lanes_only = [strip for strip in strips if isinstance(strip, Lane)]
+    lanes_only = (strip for strip in strips if isinstance(strip, Lane))
     drawn = {box.colour for lane in lanes_only for box in (*lane.gaps, *lane.boxes)}
-    numbers = {one.plan.placement.num_chunks for one in simulations}
-    several = [(chunk, number) for number in numbers for chunk in range(number)]
-    keys = []
-    for kind, words in enumerate(_WORDS):
-        shades = {_shade(kind, chunk, number) for chunk, number in several} & drawn
-        keys.append(Key(words, " ".join(sorted(shades))))  # dark ones first
-    if max(numbers) > 1:
-        keys.append(Key("light: second chunk" if max(numbers) == 2 else "lighter: later chunks"))
-    keys.append(Key("number: microbatch"))
-    others = {"grey: idle (bubble)": IDLE, "pale grey: not counted": OUTSIDE}
-    others |= {f"wire: {name}": colour for name, colour in _WIRE.values()}
-    return [key for key in keys if key.colour or key.text not in _WORDS] + [
-        Key(words, colour) for words, colour in others.items() if colour in drawn
-    ]
+    most = max(plan.placement.num_chunks for plan in plans)
+    every = {text: {colour} for text, colour in colours().items()}
+    for kind, text in enumerate(_WORDS):
+        every[text] = {_shade(kind, at, chunks) for chunks in range(1, most + 1) for at in range(chunks)}
+    keys = [Key(text, " ".join(sorted(own & drawn))) for text, own in every.items() if own & drawn]
+    light = [Key("light: second chunk" if most == 2 else "lighter: later chunks")] if most > 1 else []
+    return [*keys, Key("number: microbatch"), *light]
+
+
+def colours() -> dict[str, str]:
+    """Of a legend of everything that pictures may show, by its text."""
+    return dict([*zip(_WORDS, COLOURS, strict=True), *_GREYS, *_WIRE.values(), *_MEMORY])
 
 
 def to_svg(simulation: Simulation) -> str:
@@ -260,7 +252,7 @@ def several_svg(simulations: Sequence[Simulation]) -> str:
         strips.append(Lane("", heading=told, height=26))
         strips += [_lane(one, rank, f"rank {rank}", small=True) for rank in range(len(one.plan.rows))]
         strips += _ends(one, "")
-    span, keys = max(one.makespan for one in simulations), _keys(simulations, strips)
+    span, keys = max(one.makespan for one in simulations), _keys(strips, *(one.plan for one in simulations))
     name = _time_name(simulations[0])
     return lanes(pipeline_title(plan), strips, span=span, time_name=name, keys=keys, note=COUNTED).svg()
 

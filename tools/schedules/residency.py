@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.words import size_text
+from megatron.core.words import counted, size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +189,8 @@ def told(found: Shown, *, rows: bool) -> str:
     done while it runs."""
     simulation, residency = found.simulation, found.residency
     head = f"{residency.strategy} over {residency.ways} ranks, policy {residency.policy}: "
-    units = "layers" if residency.limit is None else "units"
-    lines = [f"{head}{len(found.stages[0].units)} {units} a stage, makespan {simulation.makespan:g}"]
+    units = counted(len(found.stages[0].units), "layer" if residency.limit is None else "unit")
+    lines = [f"{head}{units} a stage, makespan {simulation.makespan:g}"]
     for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True)):
         moves, most = walk.moves, walk.most
         sizes: list[float] = [most.gathered, most.gradients, most.under_way, walk.most_transient]
@@ -200,7 +200,8 @@ def told(found: Shown, *, rows: bool) -> str:
             held = [size_text(size) for size in sizes]
             in_all = f"holds {size_text(found.peak(rank))} of {size_text(residency.limit[rank])}; "
         lines += [
-            f"rank {rank}: {in_all}{moves.gathers.calls} gathers, {moves.reductions.calls} reductions; at most "
+            f"rank {rank}: {in_all}{counted(moves.gathers.calls, 'gather')}, "
+            f"{counted(moves.reductions.calls, 'reduction')}; at most "
             f"{held[0]} gathered, {held[1]} of gradients, {held[2]} under way, {held[3]} together; "
             f"lane busy {100 * simulation.lane_share[rank]:.2f}%, exposed {simulation.exposed[rank]:g}",
             *(_row_lines(row) if rows else ()),

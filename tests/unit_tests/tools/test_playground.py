@@ -21,6 +21,8 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.unit_stages import unit
+from tools.drawing.page import PLOT_STYLE
+from tools.schedules.picture import colours
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"
 ORDERS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("gis", 2), ("gis", 4))
@@ -98,6 +100,9 @@ def test_its_figures_are_those_of_the_planner(tmp_path):
     subprocess.run([sys.executable, str(TOOL), "--playground", str(page)], check=True)
     text = page.read_text()
     assert not re.search("http|src=|import", text), "it needs nothing else"
+    assert PLOT_STYLE in text, "it looks like the other pages"
+    told = json.loads(re.search(r"const COLOURS = ({.*?});", text)[1])
+    assert colours().items() <= told.items(), "their legend"
     drawn_ones = [drawn(chance, number) for number in range(COUNT)]
     for s in (s for s in drawn_ones if s["policy"] == "limit"):
         low, high = (max(by_python({**s, "policy": one})["peaks"]) for one in ("memory", "step"))

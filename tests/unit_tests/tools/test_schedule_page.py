@@ -78,6 +78,7 @@ def test_gathers_and_what_is_held_lie_below_computations(monkeypatch, most_boxes
     keys = [
         "wire: gather",
         "wire: reduction",
+        "number: microbatch",
         *(f"memory: {kind}" for kind in kinds),
         "memory: in all",
         "memory limit",

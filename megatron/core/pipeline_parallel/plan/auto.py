@@ -52,7 +52,7 @@ def _merit(simulation: Simulation) -> tuple[float, float, float]:
 def _line(
     spec: ScheduleSpec, simulation: Simulation | None, problem: str, best: ScheduleSpec, fastest: Simulation
 ) -> str:
-    """`zbv: cost 24.5, bubble 2.0%, peak 8 of 8 (rank 0): chosen`; the peak is that of the rank nearest its limit."""
+    """`zbv: step time 24.5, bubble 2.0%, peak 8 of 8 (rank 0): chosen`, where rank 0 is nearest its limit."""
     if simulation is None:
         return f"{spec.schedule}: not possible: {problem}"
     peaks, limits = simulation.peak_activation, spec.limits
@@ -64,7 +64,7 @@ def _line(
         rank = shares.index(max(shares))
         held = " of ".join(map(spec.describe_activation, (peaks[rank], limits[rank])))
     bubble = f"bubble {100 * simulation.bubble_rate:.1f}%"
-    text = f"{spec.schedule}: cost {spec.describe_time(simulation.cost)}, {bubble}, peak {held} (rank {rank})"
+    text = f"{spec.schedule}: step time {spec.describe_time(simulation.cost)}, {bubble}, peak {held} (rank {rank})"
     if simulation is fastest:
         return f"{text}: chosen"
     if problem:

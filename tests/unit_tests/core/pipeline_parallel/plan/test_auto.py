@@ -33,10 +33,10 @@ def test_of_equally_fast_ones_the_smaller_is_chosen():
     assert best.schedule == "zbv"  # zb-2p has no bubble either, and holds 7 where zbv holds 4
     assert plan_for(best, 12, PlanPurpose.TRAIN).schedule == "zbv"
     line = line_of(best, "zb-2p")
-    assert line.startswith("zb-2p: cost 36")
+    assert line.startswith("zb-2p: step time 36")
     assert line.endswith("as fast as zbv, and holds no less")
-    assert "zbv: cost 36, bubble 0.0%, peak 4 (rank 0): chosen" in best.reasons
-    assert line_of(best, "1f1b").startswith("1f1b: cost 45, bubble 20.0%, peak 4")
+    assert "zbv: step time 36, bubble 0.0%, peak 4 (rank 0): chosen" in best.reasons
+    assert line_of(best, "1f1b").startswith("1f1b: step time 45, bubble 20.0%, peak 4")
     assert "25.0% slower" in line_of(best, "1f1b")
 
 
@@ -72,7 +72,7 @@ def test_times_and_activations_are_told_in_the_units_of_costs(facts, cost, held)
         activation=(size,),
     )
     best = fastest([dataclasses.replace(one, **facts) for one in candidates], 12)
-    assert best.reasons[0] == f"zbv: cost {cost}, bubble 0.0%, {held} (rank 0): chosen"
+    assert best.reasons[0] == f"zbv: step time {cost}, bubble 0.0%, {held} (rank 0): chosen"
     over = "12.00 MiB of 4.00 MiB" if in_bytes else "12 of 4"
     assert f"rank 0 would hold {over}" in line_of(best, "gpipe")
 
