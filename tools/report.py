@@ -152,19 +152,12 @@ def losses_over(what: str, runs: Mapping[str, RunRecord]) -> Picture:
             amounts = {at: count * length / 1e6 for at, count in run.samples} if type(length) is int else {}
         for tag in run.losses:
             curve = run.curves[tag]
-            points = smoothed(curve, smoothing_window(len(curve)) or 1)
-            series.append(
-                Series(
-                    f"{name}: {words_of(tag)}",
-                    [(amounts[x], y) for x, y in points if x in amounts],
-                    colour=number,
-                )
-            )
+            means = smoothed(curve, smoothing_window(len(curve)) or 1)
+            points = [(amounts[x], y) for x, y in means if x in amounts]
+            series.append(Series(f"{name}: {words_of(tag)}", points, colour=number))
         iterations = [*amounts]
-        for mark in marks_of([(name, run)]):
-            if known := bisect.bisect_right(
-                iterations, mark.at
-            ):  # a resume is where the last record before it is
+        for mark in marks_of([(name, run)]):  # a resume is where the last record before it is
+            if known := bisect.bisect_right(iterations, mark.at):
                 marks.append(dataclasses.replace(mark, at=amounts[iterations[known - 1]], colour=number))
     return line_chart(f"Smoothed loss over {what}", series, marks=marks, x_name=what)
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import re
-import statistics
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,7 +90,8 @@ class RunRecord:
             return math.nan, 0, 0
         last = max(at for at, _ in points)
         first = max(last - at_least_1(self.config.get("log_interval")), 0) + 1
-        return statistics.fmean(y for at, y in points if at >= first), first, last
+        values = [y for at, y in points if at >= first]
+        return sum(values) / len(values), first, last
 
     @property
     def parameters(self) -> int | None:
