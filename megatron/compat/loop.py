@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.compat.model import refuse_settings_of_pretrain
+from megatron.compat.model import settings_of_pretrain
 from megatron.compat.parallel_state import current
-from megatron.core.distributed import data_parallel_config
-from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed import data_parallel, data_parallel_config
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import optimization_config
 from megatron.core.optimizer.clip_grads import clip_coefficient
@@ -29,6 +28,7 @@ from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport import collectives
+from megatron.training.config.problems import ConfigurationError
 from megatron.training.report.step_metrics import ForwardStep, evaluate_loss, loss_to_differentiate
 from megatron.training.run.data import StepBatches
 
@@ -41,7 +41,7 @@ def unwrap_model(model: Any) -> Any:
     """The model inside its wrappers, ours or torch's; of a list, each."""
     if isinstance(model, list):
         return [unwrap_model(one) for one in model]
-    wrappers = (DataParallelModel, nn.parallel.DistributedDataParallel)
+    wrappers = (DistributedDataParallel, nn.parallel.DistributedDataParallel)
     return unwrap_model(model.module) if isinstance(model, wrappers) else model
 
 
@@ -102,8 +102,8 @@ def _listed(one: Any) -> list[Any]:
     return one if isinstance(one, list) else [one]
 
 
-class DataParallelModel(nn.Module):
-    """Megatron's `DistributedDataParallel`: a module whose gradients are averaged over data parallel ranks.
+class DistributedDataParallel(nn.Module):
+    """A module whose gradients are averaged over data parallel ranks.
 
         ddp.zero_grad_buffer(); forwards and backwards; ddp.finish_grad_sync(); optimizer.step()
 
@@ -116,7 +116,7 @@ class DataParallelModel(nn.Module):
         super().__init__()
         ours = _engine_config(ddp_config, (ps := current()).dp_outer_group.size)
         self.config, self.ddp_config, self.module = config, ddp_config, module
-        self.engine = DistributedDataParallel([module], ps, ours, stages=[ps.pp_rank])
+        self.engine = data_parallel.DistributedDataParallel([module], ps, ours, stages=[ps.pp_rank])
         if not isinstance(module, MegatronModule):
             collectives.broadcast_weights([module], ps)
         buffer = self.engine.buffer
@@ -163,7 +163,8 @@ class DataParallelModel(nn.Module):
 
 def _engine_config(given: Any, instances: int) -> data_parallel_config.DistributedDataParallelConfig:
     ours = given.group(data_parallel_config.DistributedDataParallelConfig)
-    refuse_settings_of_pretrain(vars(ours))
+    if problems := settings_of_pretrain(vars(ours)):
+        raise ConfigurationError(problems)
     if (asked := ours.num_distributed_optimizer_instances) not in (1, instances):
         raise ValueError(
             f"num_distributed_optimizer_instances={asked}: {instances} in initialize_model_parallel"
@@ -176,9 +177,9 @@ def _engine_config(given: Any, instances: int) -> data_parallel_config.Distribut
     return dataclasses.replace(ours, ddp_average_in_collective=True, **off)
 
 
-def wrapped_model(model: Any) -> DataParallelModel:
+def wrapped_model(model: Any) -> DistributedDataParallel:
     """The same. Raises ValueError where it is not wrapped."""
-    if isinstance(model, DataParallelModel):
+    if isinstance(model, DistributedDataParallel):
         return model
     raise ValueError(f"{type(model).__name__}: wrap the model in DistributedDataParallel of megatron.core")
 
@@ -189,10 +190,10 @@ def finalize_model_grads(model: Sequence[nn.Module], *_: Any, **__: Any) -> None
         wrapped_model(one).finish_grad_sync()
 
 
-class ModelOptimizer:
-    """Megatron's optimizer of one wrapped model. Its gradients are the wrapper's: `zero_grad_buffer` begins a step."""
+class MegatronOptimizer:
+    """The optimizer of one wrapped model. Its gradients are the wrapper's: `zero_grad_buffer` begins a step."""
 
-    def __init__(self, config: Any, model: DataParallelModel) -> None:
+    def __init__(self, config: Any, model: DistributedDataParallel) -> None:
         ours, self._engine = config.group(optimization_config.OptimizerConfig), model.engine
         self.inner, self.config = build_optimizer(ours, self._engine.buffer, current()), config
         self.scaler = build_grad_scaler(ours)
@@ -234,4 +235,4 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *conditions
     asked = [*conditions, *(one for name, one in named.items() if name != "use_gloo_process_groups")]
     if more or any(one not in (None, False, 1.0) for one in asked):
         raise ValueError("get_megatron_optimizer: of one model, without conditions; decoupled_lr is here")
-    return ModelOptimizer(config, wrapped_model(first))
+    return MegatronOptimizer(config, wrapped_model(first))

@@ -21,13 +21,14 @@ from megatron.compat.names import rows_of
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.models.gpt import gpt
 from megatron.core.models.gpt.stage_layers import split_stages
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.model_config import TransformerConfig as ModelFlags
 from megatron.training.config.config import FIELDS
 from megatron.training.config.flag_table import FlagState, flag_table
+from megatron.training.config.problems import Problem
 
 _FIELDS = rows_of("fields.csv")
 _FLAG_OF = {row["field"]: row["flag"] for row in _FIELDS if row["flag"]}
@@ -40,15 +41,15 @@ _MORE_OF_MODEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", 
 _NO_EFFECT = [row["field"] for row in _FIELDS if row["verdict"] == "no effect"]
 
 
-def refuse_settings_of_pretrain(given: Mapping[str, Any]) -> None:
-    """given: by the names of flags. Raises ValueError for what is not of a loop of one's own."""
+def settings_of_pretrain(given: Mapping[str, Any]) -> list[Problem]:
+    """given: by the names of flags. What is not of a loop of one's own."""
     allowed = {row["field"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
     asked = {
         name: value for name, value in given.items() if name in allowed and value != FIELDS[name][1].default
     }
-    if refused := [name.replace("_", "-") for name, value in asked.items() if value != allowed[name]]:
-        why = "a loop of one's own runs 1F1B and shards the optimizer: use pretrain(), or custom_fsdp.fully_shard"
-        raise ValueError(f"--{', --'.join(refused)}: {why}")
+    flags = tuple("--" + name.replace("_", "-") for name, value in asked.items() if value != allowed[name])
+    told = f"{', '.join(flags)}: a loop of one's own runs 1F1B and shards the optimizer"
+    return [Problem("own-loop", flags, told, "use pretrain(), or custom_fsdp.fully_shard")] if flags else []
 
 
 class ConfigFields:
@@ -122,7 +123,7 @@ class ShardedStateDict(dict[str, Tensor]):
     pieces: list[LocalPiece]
 
 
-class GPTModelOfSpec(GPTModel):
+class GPTModel(gpt.GPTModel):
     """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:

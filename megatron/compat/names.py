@@ -1,8 +1,8 @@
 """Megatron's import paths and names: where they live here, and for those that cannot be had what to use.
 
-`names.csv` has a row a name: path; name (`*`: every name in the home's `__all__`; all rows of the home where that is
-a path of the table); home, `module` or `module:name`; and without a home what to use instead. A row without a name is
-of a whole path that cannot be had, and of those below it.
+`names.csv`: path; names (`*`: every name in the home's `__all__`, or all rows of the home where that is a path of the
+table); home, the module that has them; and without a home what to use instead. A row without names is of a whole path
+that cannot be had, and of those below it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import csv
 import functools
 import importlib
 import importlib.abc
+import itertools
 import sys
+import traceback
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +31,9 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 @functools.cache
 def table() -> list[dict[str, str]]:
-    """The rows; in place of one that stands for another path's, these. like: the path that has them itself."""
-    own = rows_of("names.csv")
+    """A row a name; in place of one that stands for another path's, these. like: the path that has them itself."""
+    rows = rows_of("names.csv")
+    own = [{**row, "name": name} for row in rows for name in row["names"].split() or [""]]
     return [
         {**one, "path": row["path"], "like": one["path"]}
         for row in own
@@ -43,10 +46,11 @@ def look_up(path: str, name: str) -> Any:
     for row in (row for row in table() if row["path"] == path and row["name"] in (name, "*")):
         if row["instead"]:
             raise AttributeError(f"{path}.{name} is not here: {row['instead']}")
-        module, _, attribute = row["home"].partition(":")
-        home = importlib.import_module(module)
+        home = importlib.import_module(row["home"])
         if row["name"] == name or name in home.__all__:
-            return home if row["name"] == name and not attribute else getattr(home, attribute or name)
+            return getattr(home, name)
+    if any(row["path"] == f"{path}.{name}" and row["home"] for row in table()):
+        return importlib.import_module(f"{path}.{name}")
     raise AttributeError(f"module {path!r} has no attribute {name!r}: {_LISTED}")
 
 
@@ -59,11 +63,21 @@ def find_spec(path: str) -> ModuleSpec | None:
     why = next((told for one, told in refused.items() if f"{path}.".startswith(one + ".")), None)
     if why is None and any(f"{row['path']}.".startswith(path + ".") for row in table()):
         return ModuleSpec(path, _Loader(), is_package=True)
-    # Frames: this function's, that of the finder in megatron/__init__.py, importlib's, and who asks importlib.
-    imports = sys._getframe(3).f_code.co_name == "_find_and_load_unlocked"
-    if imports and (why or not path.rpartition(".")[2].startswith("_")):
+    if _is_imported() and (why or not path.rpartition(".")[2].startswith("_")):
         raise ModuleNotFoundError(f"{path} is not here: {why or _LISTED}")
     return None
+
+
+def _is_imported() -> bool:
+    """Whether an import asks for a spec, not `importlib.util.find_spec` or another's search, which finders cannot tell.
+
+    An import makes of None an error without our help, and a spec that cannot be loaded would look like a feature that
+    is there (`if find_spec("megatron.core.models.hybrid")`). So the modules on the stack tell. If importlib's had other
+    names, the help would be lost, no more.
+    """
+    modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe()))
+    _, _, searches, asks = [name for name, _ in itertools.islice(itertools.groupby(modules), 4)]
+    return searches == "importlib._bootstrap" and asks != "importlib.util"
 
 
 class _Loader(importlib.abc.Loader):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from megatron.compat.loop import STEPS_TRAINED, DataParallelModel, unwrap_model
-from megatron.compat.model import ShardedStateDict, refuse_settings_of_pretrain
+from megatron.compat.loop import STEPS_TRAINED, DistributedDataParallel, unwrap_model
+from megatron.compat.model import ShardedStateDict, settings_of_pretrain
 from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
+from megatron.core.dist_checkpointing import saving
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
-from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.parallel_state import init_process_group
@@ -28,6 +26,7 @@ from megatron.training.config.microbatches import BatchSchedule
 from megatron.training.engine import weight_pieces
 from megatron.training.run.arguments import launch_config
 from megatron.training.run.checkpointing import Checkpointer
+from megatron.training.run.session import sow, with_vocabulary
 
 
 def initialize_megatron(
@@ -35,30 +34,38 @@ def initialize_megatron(
 ) -> None:
     """Flags, process groups, seeds, tokenizer: afterwards `get_args()`, `mpu` and `get_num_microbatches()` answer.
 
-    Communicates over the world. Raises SystemExit with status 2 for flags that are refused; ValueError for
-    ignore_unknown_args, as no flag is dropped here, and for flags that only pretrain() has a use for.
+    Communicates over the world. Raises SystemExit as `launch_config`, also for flags that only pretrain() has a use
+    for; ValueError for ignore_unknown_args, as no flag is dropped here.
     """
     if ignore_unknown_args:
         raise ValueError("ignore_unknown_args: declare such flags by extra_args_provider instead")
-    provider, defaults = extra_args_provider, args_defaults
-    config = launch_config(extra_args_provider=provider, args_defaults=defaults, needs_data=False)
-    refuse_settings_of_pretrain(config.flat())
+    config = launch_config(
+        extra_args_provider=extra_args_provider,
+        args_defaults=args_defaults,
+        needs_data=False,
+        more_rules=lambda config: settings_of_pretrain(config.flat()),
+    )
     env, parallel, training = LaunchEnv.read(), config.parallel, config.training
     on_cpu = parallel.distributed_backend == "gloo"
     here = device.current_device(env.local_rank, kind="cpu" if on_cpu else None)
     device.set_threads(env.local_world_size, threads=training.threads_per_rank)
     if not torch.distributed.is_initialized():
         init_process_group(here, rank=env.rank, world_size=env.world_size)
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    more = {"num_distributed_optimizer_instances": config.ddp.num_distributed_optimizer_instances}
-    more["distributed_timeout_minutes"] = config.reliability.distributed_timeout_minutes
-    initialize_model_parallel(*sizes, order=config.rank_order, **more)
-    for sow in (random.seed, np.random.seed, torch.manual_seed):
-        sow(training.seed + 100 * current().pp_rank)
+    initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=config.reliability.distributed_timeout_minutes,
+        order=config.rank_order,
+    )
+    sow(training.seed, current())
+    tokenizer = build_from_config(config.tokenizer)
+    config = with_vocabulary(config, tokenizer, current())
     args = {**config.flat(), **config.extra}
     global_vars.set_global_variables(args, rank=env.rank, world_size=env.world_size)
-    global_vars.provide(config=config, device=here, tokenizer=build_from_config(config.tokenizer))
-    global_vars.provide(batch_schedule=config.batch_schedule())
+    global_vars.provide(
+        config=config, device=here, tokenizer=tokenizer, batch_schedule=config.batch_schedule()
+    )
     update_num_microbatches(0)
 
 
@@ -75,6 +82,9 @@ def init_num_microbatches_calculator(
     sizes = micro_batch_size, data_parallel_size, global_batch_size
     global_vars.provide(batch_schedule=BatchSchedule(*sizes, ramp, decrease_batch_size_if_needed))
     update_num_microbatches(0)
+
+
+reconfigure_num_microbatches_calculator = init_num_microbatches_calculator
 
 
 def update_num_microbatches(consumed_samples: int, *_: Any, **__: Any) -> None:
@@ -115,7 +125,7 @@ def load_checkpoint(
     restored = _checkpointer(optimizer).load(*pieces, config=config)
     if restored is None:
         return 0, 0.0
-    for engine in (one.engine for one in model if isinstance(one, DataParallelModel)):
+    for engine in (one.engine for one in model if isinstance(one, DistributedDataParallel)):
         if not restored.optimizer:
             engine.buffer.copy_weights_to_main()
         engine.weights_changed()
@@ -140,7 +150,7 @@ def _checkpointer(optimizer: Any) -> Checkpointer:
 def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], list[LocalPiece]]:
     weights: list[LocalPiece] = []
     for one in model:
-        if isinstance(one, DataParallelModel):
+        if isinstance(one, DistributedDataParallel):
             one.engine.settle_weights()
             weights += weight_pieces(one.engine.buffer)
         else:
@@ -148,17 +158,17 @@ def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], lis
     return weights, [] if optimizer is None else optimizer.inner.pieces()
 
 
-def save_sharded(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> None:
+def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> None:
     """`dist_checkpointing.save` of a model's `sharded_state_dict()`, or of a dict of it and JSON values; any layout can
     load it. Communicates over the world. Raises CheckpointError; ValueError for other values and for strategies."""
     pieces, values = _split(sharded_state_dict, *strategies, **named)
     try:
-        save(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
+        saving.save(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
     except TypeError as error:
         raise ValueError(f"dist_checkpointing.save, of {sorted(values)}: {error}; vars(args) is") from error
 
 
-def load_sharded(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> Any:
+def load(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> Any:
     """`dist_checkpointing.load`, of what `save` takes: the model's tensors are filled in place, values are the saved
     ones. Communicates over the world. Raises as `save`."""
     pieces, _ = _split(sharded_state_dict, *strategies, **named)
