@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.compat.model import settings_of_pretrain
+from megatron.compat.model import ShardedStateDict, settings_of_pretrain
 from megatron.compat.parallel_state import current
 from megatron.core.distributed import data_parallel, data_parallel_config
-from megatron.core.module import MegatronModule
+from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer import optimization_config
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
@@ -29,12 +29,12 @@ from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport import collectives
 from megatron.training.config.problems import ConfigurationError
+from megatron.training.engine import weight_pieces
 from megatron.training.report.step_metrics import ForwardStep, evaluate_loss, loss_to_differentiate
 from megatron.training.run.data import StepBatches
 
-# By model: what moves its hidden states, and how many steps it has been trained, which key dropout.
+# By model: what moves its hidden states.
 _CHANNELS: weakref.WeakKeyDictionary[nn.Module, P2P] = weakref.WeakKeyDictionary()
-STEPS_TRAINED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def unwrap_model(model: Any) -> Any:
@@ -43,6 +43,12 @@ def unwrap_model(model: Any) -> Any:
         return [unwrap_model(one) for one in model]
     wrappers = (DistributedDataParallel, nn.parallel.DistributedDataParallel)
     return unwrap_model(model.module) if isinstance(model, wrappers) else model
+
+
+def context_of(model: nn.Module) -> ModelContext:
+    """The model's own; of one that is not ours a new one. Its iteration: the steps that the model was trained."""
+    inner = unwrap_model(model)
+    return inner.context if isinstance(inner, MegatronModule) else ModelContext(0)
 
 
 def get_model_config(model: nn.Module) -> Any:
@@ -56,7 +62,14 @@ def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
 
 
 def forward_backward(
-    *, forward_step_func: ForwardStep, data_iterator: Any, model: Any, num_microbatches: int, **named: Any
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    **_: Any,
 ) -> list[Any]:
     """What the loss function reports of each microbatch, on the ranks that compute the loss; elsewhere [].
 
@@ -66,16 +79,15 @@ def forward_backward(
     """
     (wrapped, *more), (batches, *_) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
-    if more or config.calculate_per_token_loss or named.get("collect_non_loss_data"):
+    if more or config.calculate_per_token_loss or collect_non_loss_data:
         raise ValueError("get_forward_backward_func: one chunk a rank, means of losses only; use pretrain()")
-    forward_only, ends, reports = named.get("forward_only", False), ps.pp_rank == ps.pp_size - 1, []
-    channel, step = _CHANNELS.setdefault(wrapped, P2P(ps)), STEPS_TRAINED.get(inner, 0)
-    STEPS_TRAINED[inner] = step + (not forward_only)
+    ends, reports = ps.pp_rank == ps.pp_size - 1, []
+    context = context_of(inner)
+    step = context.iteration + (not forward_only)  # with the microbatch the key of dropout masks
     source = StepBatches(batches, reads=batches is not None)
 
     def run(microbatch: int, hidden: Tensor | None) -> Tensor:
-        if isinstance(inner, MegatronModule):
-            inner.context.begin_microbatch(step, microbatch, microbatch * ps.dp_size + ps.dp_rank)
+        context.begin_microbatch(step, microbatch, microbatch * ps.dp_size + ps.dp_rank)
         if hidden is not None:
             inner.set_input_tensor(hidden)
         output, loss_func = forward_step_func((source.microbatch(microbatch) for _ in range(1)), wrapped)
@@ -86,13 +98,13 @@ def forward_backward(
         loss = loss_to_differentiate(result, per_token_loss=False) / num_microbatches
         return loss if config.grad_scale_func is None or forward_only else config.grad_scale_func(loss)
 
-    sink = inner.context.grads if isinstance(inner, MegatronModule) else None
+    sink = context.grads if isinstance(inner, MegatronModule) else None
     stages = {ps.pp_rank: ModelStage(run, sink, begins=ps.pp_rank == 0, ends=ends)}
     placement = Placement(LINEAR, ps.pp_size, 1)
     purpose = PlanPurpose.EVALUATE if forward_only else PlanPurpose.TRAIN
     plan = plan_for(ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement)), num_microbatches, purpose)
     with torch.set_grad_enabled(not forward_only):
-        Executor(plan, ps.pp_rank, stages, channel).run(step)
+        Executor(plan, ps.pp_rank, stages, _CHANNELS.setdefault(wrapped, P2P(ps))).run(step)
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func([wrapped], None)
     return reports
@@ -147,6 +159,11 @@ class DistributedDataParallel(nn.Module):
         """Ranks take the weights of data parallel rank 0. Communicates over dp."""
         collectives.broadcast_weights([self.module], current())
         self.engine.buffer.copy_weights_to_main()
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> ShardedStateDict:
+        """For `dist_checkpointing.save` and `load`. Communicates over dp, where the optimizer is sharded."""
+        self.engine.settle_weights()
+        return ShardedStateDict(self.state_dict(), weight_pieces(self.engine.buffer))
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Times this factor, before or after `finish_grad_sync`."""

@@ -71,11 +71,10 @@ class ConfigFields:
             elif str(value) not in allowed and (entry.state is FlagState.UNSUPPORTED or entry.allowed):
                 raise ValueError(f"{told} is not supported: {entry.fix}")
 
-    def group(self, of: type[Any], **more: Any) -> Any:
-        """Our group of flags with these values. more: of other fields."""
+    def group(self, of: type[Any]) -> Any:
+        """Our group of flags with these values."""
         names = {one.name for one in dataclasses.fields(of)}
-        values = {**vars(self), **more}.items()
-        return of(**{name: value for name, value in values if name in names and value is not None})
+        return of(**{name: one for name, one in vars(self).items() if name in names and one is not None})
 
 
 def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
@@ -120,7 +119,9 @@ def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
 class ShardedStateDict(dict[str, Tensor]):
     """A model's parameters by name. pieces: as checkpoints know what parts of them this rank holds."""
 
-    pieces: list[LocalPiece]
+    def __init__(self, parameters: Mapping[str, Tensor], pieces: list[LocalPiece]) -> None:
+        super().__init__(parameters)
+        self.pieces = pieces
 
 
 class GPTModel(gpt.GPTModel):
@@ -189,11 +190,9 @@ class GPTModel(gpt.GPTModel):
 
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
         """For `dist_checkpointing.save` and `load`."""
-        state, named = ShardedStateDict(), dict(self.named_parameters())
-        state.update({prefix + name: one for name, one in named.items()})
-        of = self.param_meta.items()
-        state.pieces = [piece for name, meta in of for piece in pieces_of("model", meta, named[name])]
-        return state
+        named, of = dict(self.named_parameters()), self.param_meta.items()
+        pieces = [piece for name, meta in of for piece in pieces_of("model", meta, named[name])]
+        return ShardedStateDict({prefix + name: one for name, one in named.items()}, pieces)
 
 
 class _ParameterGrads:

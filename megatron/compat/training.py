@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.compat.loop import STEPS_TRAINED, DistributedDataParallel, unwrap_model
+from megatron.compat.loop import DistributedDataParallel, context_of
 from megatron.compat.model import ShardedStateDict, settings_of_pretrain
 from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
@@ -23,7 +23,6 @@ from megatron.core.transport.parallel_state import init_process_group
 from megatron.training import global_vars
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.microbatches import BatchSchedule
-from megatron.training.engine import weight_pieces
 from megatron.training.run.arguments import launch_config
 from megatron.training.run.checkpointing import Checkpointer
 from megatron.training.run.session import sow, with_vocabulary
@@ -108,11 +107,14 @@ def save_checkpoint(
     **__: Any,
 ) -> None:
     """Into `--save`: weights, optimizer, scheduler. Communicates over the world. Raises CheckpointError."""
-    common = {} if optimizer is None else optimizer.state_dict()
-    common |= {"iteration": iteration, "config": global_vars.get_config().flat()}
-    common["steps_trained"] = max((STEPS_TRAINED.get(one, 0) for one in unwrap_model(list(model))), default=0)
-    common["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
-    common["scheduler"] = opt_param_scheduler and opt_param_scheduler.state_dict()
+    common = {
+        "iteration": iteration,
+        "config": global_vars.get_config().flat(),
+        "steps_trained": max(context_of(one).iteration for one in model),
+        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+        "scheduler": opt_param_scheduler and opt_param_scheduler.state_dict(),
+        **({} if optimizer is None else optimizer.state_dict()),
+    }
     _checkpointer(optimizer).save(iteration, *_pieces(model, optimizer), common, wait=True)
 
 
@@ -131,8 +133,8 @@ def load_checkpoint(
         engine.weights_changed()
     if not restored.resumed:
         return 0, 0.0
-    steps = restored.common.get("steps_trained", restored.iteration)
-    STEPS_TRAINED.update(dict.fromkeys(unwrap_model(list(model)), steps))
+    for one in model:
+        context_of(one).iteration = restored.common.get("steps_trained", restored.iteration)
     if optimizer is not None and restored.optimizer:
         optimizer.load_state_dict(restored.common)
     if opt_param_scheduler is not None and restored.common.get("scheduler"):
@@ -148,13 +150,7 @@ def _checkpointer(optimizer: Any) -> Checkpointer:
 
 
 def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], list[LocalPiece]]:
-    weights: list[LocalPiece] = []
-    for one in model:
-        if isinstance(one, DistributedDataParallel):
-            one.engine.settle_weights()
-            weights += weight_pieces(one.engine.buffer)
-        else:
-            weights += one.sharded_state_dict().pieces
+    weights = [piece for one in model for piece in one.sharded_state_dict().pieces]
     return weights, [] if optimizer is None else optimizer.inner.pieces()
 
 
