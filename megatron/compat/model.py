@@ -31,19 +31,19 @@ from megatron.training.config.flag_table import FlagState, flag_table
 from megatron.training.config.problems import Problem
 
 _FIELDS = rows_of("fields.csv")
-_FLAG_OF = {row["field"]: row["flag"] for row in _FIELDS if row["flag"]}
+_FLAG_OF = {row["name"]: row["flag"] for row in _FIELDS if row["flag"]}
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
 _MORE_OF_MODEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "num_query_groups")) | {
     **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
     **{"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
 }
-_NO_EFFECT = [row["field"] for row in _FIELDS if row["verdict"] == "no effect"]
+_NO_EFFECT = [row["name"] for row in _FIELDS if row["verdict"] == "no effect"]
 
 
 def settings_of_pretrain(given: Mapping[str, Any]) -> list[Problem]:
     """given: by the names of flags. What is not of a loop of one's own."""
-    allowed = {row["field"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
+    allowed = {row["name"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
     asked = {
         name: value for name, value in given.items() if name in allowed and value != FIELDS[name][1].default
     }

@@ -1,8 +1,7 @@
 """Megatron's import paths and names: where they live here, and for those that cannot be had what to use.
 
-`names.csv`: path; names (`*`: every name in the home's `__all__`, or all rows of the home where that is a path of the
-table); home, the module that has them; and without a home what to use instead. A row without names is of a whole path
-that cannot be had, and of those below it.
+`names.csv`: path; names in it (a module or anything else; `*`, in a path's last row, every name of another path, or of
+the home's `__all__`); home, where they are; and without a home what to use instead.
 """
 
 from __future__ import annotations
@@ -21,50 +20,49 @@ from typing import Any
 
 from megatron.core.safe_files import read_text
 
-_LISTED = "docs/megatron_compat.md lists the names of Megatron's that are"
 
-
-def rows_of(name: str) -> list[dict[str, str]]:
-    """Of a table of this package."""
-    return list(csv.DictReader(read_text(Path(__file__).with_name(name), max_bytes=1 << 20).splitlines()))
+@functools.cache
+def rows_of(table: str) -> list[dict[str, str]]:
+    """Of a table of this package, a row a name."""
+    text = read_text(Path(__file__).with_name(table), max_bytes=1 << 20)
+    rows = csv.DictReader(text.splitlines())
+    return [{**row, "name": name} for row in rows for name in row["names"].split()]
 
 
 @functools.cache
-def table() -> list[dict[str, str]]:
-    """A row a name; in place of one that stands for another path's, these. like: the path that has them itself."""
-    rows = rows_of("names.csv")
-    own = [{**row, "name": name} for row in rows for name in row["names"].split() or [""]]
-    return [
-        {**one, "path": row["path"], "like": one["path"]}
-        for row in own
-        for one in [one for one in own if row["name"] == "*" and one["path"] == row["home"]] or [row]
-    ]
+def paths() -> set[str]:
+    """That have rows."""
+    return {row["path"] for row in rows_of("names.csv")}
 
 
 def look_up(path: str, name: str) -> Any:
     """What Megatron has under this name. Raises AttributeError that says what to use."""
-    for row in (row for row in table() if row["path"] == path and row["name"] in (name, "*")):
+    for row in (row for row in rows_of("names.csv") if row["path"] == path and row["name"] in (name, "*")):
         if row["instead"]:
             raise AttributeError(f"{path}.{name} is not here: {row['instead']}")
+        if row["home"] in paths():
+            return look_up(row["home"], name)
         home = importlib.import_module(row["home"])
         if row["name"] == name or name in home.__all__:
             return getattr(home, name)
-    if any(row["path"] == f"{path}.{name}" and row["home"] for row in table()):
+    if f"{path}.{name}" in paths():
         return importlib.import_module(f"{path}.{name}")
-    raise AttributeError(f"module {path!r} has no attribute {name!r}: {_LISTED}")
+    raise AttributeError(
+        f"{path}.{name} is not here: docs/megatron_compat.md lists the names of Megatron's that are"
+    )
 
 
 def find_spec(path: str) -> ModuleSpec | None:
     """Of a path, or of a name in one, that is no module here. `importlib.util.find_spec` gets None, an import
     ModuleNotFoundError that says what to use; without `name`, or else `from package import path` would hide it."""
-    refused = {
-        f"{row['path']}.{row['name']}".rstrip("."): row["instead"] for row in table() if row["instead"]
-    }
-    why = next((told for one, told in refused.items() if f"{path}.".startswith(one + ".")), None)
-    if why is None and any(f"{row['path']}.".startswith(path + ".") for row in table()):
+    package, _, name = path.rpartition(".")
+    if any(f"{one}.".startswith(path + ".") for one in paths()):
         return ModuleSpec(path, _Loader(), is_package=True)
-    if _is_imported() and (why or not path.rpartition(".")[2].startswith("_")):
-        raise ModuleNotFoundError(f"{path} is not here: {why or _LISTED}")
+    if _is_imported() and not name.startswith("_"):
+        try:
+            look_up(package, name)
+        except AttributeError as error:
+            raise ModuleNotFoundError(str(error)) from None
     return None
 
 

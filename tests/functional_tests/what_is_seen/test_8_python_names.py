@@ -12,41 +12,45 @@ import torch
 
 import megatron.core.distributed
 import megatron.core.tensor_parallel.random
-from megatron.compat.names import table
+from megatron.compat.names import paths, rows_of
 from tools import generate_names
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("path", sorted({row["path"] for row in table()}))
+def rows_at(path):
+    """(name, home, what to use instead), those of the path that it stands for too."""
+    for row in (row for row in rows_of("names.csv") if row["path"] == path):
+        if row["home"] in paths():
+            yield from rows_at(row["home"])
+        else:
+            names = importlib.import_module(row["home"]).__all__ if row["name"] == "*" else [row["name"]]
+            yield from ((name, row["home"], row["instead"]) for name in names)
+
+
+@pytest.mark.parametrize("path", sorted(paths()))
 def test_each_row_is_a_name_or_says_what_to_use(path):
-    for row in (row for row in table() if row["path"] == path):
-        if not row["name"]:
-            with pytest.raises(ModuleNotFoundError, match="is not here") as error:
-                importlib.import_module(f"{path}.anything")
-            assert row["instead"] in str(error.value)
-            continue
-        module = importlib.import_module(path)
-        if row["instead"]:
-            with pytest.raises(ImportError) as error:
-                exec(f"from {path} import {row['name']}")
-            assert row["instead"] in str(error.value)
+    module = importlib.import_module(path)
+    for name, home, instead in rows_at(path):
+        if instead:
+            for statement in (f"from {path} import {name}", f"import {path}.{name}.anything"):
+                with pytest.raises(ImportError, match="is not here") as error:
+                    exec(statement)
+                assert instead in str(error.value)
             with pytest.raises(AttributeError) as error:  # so that hasattr and a default of getattr work
-                getattr(module, row["name"])
-            assert row["instead"] in str(error.value)
+                getattr(module, name)
+            assert instead in str(error.value) or "__getattr__" not in vars(module)
             continue
-        home = importlib.import_module(row["home"])
-        for name in home.__all__ if row["name"] == "*" else [row["name"]]:
-            expected, found = getattr(home, name), getattr(module, name)
-            if isinstance(
-                found, types.ModuleType
-            ):  # imported, a path takes the place of its function, which it calls
-                found = getattr(found, name)
-            assert found is expected  # one meaning: no module of ours has another thing of this name
+        expected, found = getattr(importlib.import_module(home), name), getattr(module, name)
+        if isinstance(
+            found, types.ModuleType
+        ):  # imported, a path takes the place of its function, which it calls
+            found = getattr(found, name)
+        assert found is expected  # one meaning: no module of ours has another thing of this name
 
 
 def test_every_module_of_ours_at_a_path_of_megatrons_passes_unknown_names_on():
-    for path in {row["path"] for row in table() if row["name"] and row["home"]}:
+    for path in {row["path"] for row in rows_of("names.csv") if row["home"]}:
         assert "__getattr__" in vars(importlib.import_module(path)), path
 
 
