@@ -41,7 +41,7 @@ def unwrap_model(model: Any) -> Any:
     """The model inside its wrappers, ours or torch's; of a list, each."""
     if isinstance(model, list):
         return [unwrap_model(one) for one in model]
-    wrappers = (DistributedDataParallel, nn.parallel.DistributedDataParallel)
+    wrappers = (DataParallelModel, nn.parallel.DistributedDataParallel)
     return unwrap_model(model.module) if isinstance(model, wrappers) else model
 
 
@@ -114,7 +114,7 @@ def _listed(one: Any) -> list[Any]:
     return one if isinstance(one, list) else [one]
 
 
-class DistributedDataParallel(nn.Module):
+class DataParallelModel(nn.Module):
     """A module whose gradients are averaged over data parallel ranks.
 
         ddp.zero_grad_buffer(); forwards and backwards; ddp.finish_grad_sync(); optimizer.step()
@@ -178,6 +178,9 @@ class DistributedDataParallel(nn.Module):
                 parameter.grad = grad
 
 
+DistributedDataParallel = DataParallelModel  # Megatron's name
+
+
 def _engine_config(given: Any, instances: int) -> data_parallel_config.DistributedDataParallelConfig:
     ours = given.group(data_parallel_config.DistributedDataParallelConfig)
     if problems := settings_of_pretrain(vars(ours)):
@@ -194,9 +197,9 @@ def _engine_config(given: Any, instances: int) -> data_parallel_config.Distribut
     return dataclasses.replace(ours, ddp_average_in_collective=True, **off)
 
 
-def wrapped_model(model: Any) -> DistributedDataParallel:
+def wrapped_model(model: Any) -> DataParallelModel:
     """The same. Raises ValueError where it is not wrapped."""
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DataParallelModel):
         return model
     raise ValueError(f"{type(model).__name__}: wrap the model in DistributedDataParallel of megatron.core")
 
@@ -210,7 +213,7 @@ def finalize_model_grads(model: Sequence[nn.Module], *_: Any, **__: Any) -> None
 class MegatronOptimizer:
     """The optimizer of one wrapped model. Its gradients are the wrapper's: `zero_grad_buffer` begins a step."""
 
-    def __init__(self, config: Any, model: DistributedDataParallel) -> None:
+    def __init__(self, config: Any, model: DataParallelModel) -> None:
         ours, self._engine = config.group(optimization_config.OptimizerConfig), model.engine
         self.inner, self.config = build_optimizer(ours, self._engine.buffer, current()), config
         self.scaler = build_grad_scaler(ours)

@@ -124,7 +124,7 @@ class ShardedStateDict(dict[str, Tensor]):
         self.pieces = pieces
 
 
-class GPTModel(gpt.GPTModel):
+class GPTModelOfSpec(gpt.GPTModel):
     """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
@@ -195,10 +195,13 @@ class GPTModel(gpt.GPTModel):
         return ShardedStateDict({prefix + name: one for name, one in named.items()}, pieces)
 
 
+GPTModel = GPTModelOfSpec  # Megatron's name
+
+
 class _ParameterGrads:
     """A `GradListener` that leaves sums in `parameter.grad`: a contribution starts one where there is none."""
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: gpt.GPTModel) -> None:
         named, facts = dict(model.named_parameters()), model.param_meta
         self.parameters = {key: named[name] for name, meta in facts.items() for key in meta.grad_keys}
         model.context.grads.bind({key: one.detach() for key, one in self.parameters.items()}, self)

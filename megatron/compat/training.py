@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.compat.loop import DistributedDataParallel, context_of
+from megatron.compat.loop import DataParallelModel, context_of
 from megatron.compat.model import ShardedStateDict, settings_of_pretrain
 from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
-from megatron.core.dist_checkpointing import saving
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
+from megatron.core.dist_checkpointing.saving import save as save_pieces
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.parallel_state import init_process_group
@@ -127,7 +127,7 @@ def load_checkpoint(
     restored = _checkpointer(optimizer).load(*pieces, config=config)
     if restored is None:
         return 0, 0.0
-    for engine in (one.engine for one in model if isinstance(one, DistributedDataParallel)):
+    for engine in (one.engine for one in model if isinstance(one, DataParallelModel)):
         if not restored.optimizer:
             engine.buffer.copy_weights_to_main()
         engine.weights_changed()
@@ -159,7 +159,7 @@ def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named
     load it. Communicates over the world. Raises CheckpointError; ValueError for other values and for strategies."""
     pieces, values = _split(sharded_state_dict, *strategies, **named)
     try:
-        saving.save(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
+        save_pieces(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
     except TypeError as error:
         raise ValueError(f"dist_checkpointing.save, of {sorted(values)}: {error}; vars(args) is") from error
 
