@@ -81,7 +81,7 @@ def forward_backward(
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
     if more or config.calculate_per_token_loss or collect_non_loss_data:
         raise ValueError("get_forward_backward_func: one chunk a rank, means of losses only; use pretrain()")
-    ends, reports = ps.pp_rank == ps.pp_size - 1, []
+    ends, reports = ps.pp_rank == ps.pp_size - 1, list[Any]()
     context = context_of(inner)
     step = context.iteration + (not forward_only)  # with the microbatch the key of dropout masks
     source = StepBatches(batches, reads=batches is not None)

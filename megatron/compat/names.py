@@ -21,6 +21,9 @@ from typing import Any
 from megatron.core.safe_files import read_text
 
 
+_LISTED = "docs/megatron_compat.md lists the names of Megatron's that are"
+
+
 @functools.cache
 def rows_of(table: str) -> list[dict[str, str]]:
     """Of a table of this package, a row a name."""
@@ -47,9 +50,7 @@ def look_up(path: str, name: str) -> Any:
             return getattr(home, name)
     if f"{path}.{name}" in paths():
         return importlib.import_module(f"{path}.{name}")
-    raise AttributeError(
-        f"{path}.{name} is not here: docs/megatron_compat.md lists the names of Megatron's that are"
-    )
+    raise AttributeError(f"{path}.{name} is not here: {_LISTED}")
 
 
 def find_spec(path: str) -> ModuleSpec | None:
@@ -74,8 +75,8 @@ def _is_imported() -> bool:
     names, the help would be lost, no more.
     """
     modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe()))
-    _, _, searches, asks = [name for name, _ in itertools.islice(itertools.groupby(modules), 4)]
-    return searches == "importlib._bootstrap" and asks != "importlib.util"
+    _this, _finder, *asking = [name for name, _ in itertools.islice(itertools.groupby(modules), 4)]
+    return asking[:1] == ["importlib._bootstrap"] and asking[1:] != ["importlib.util"]
 
 
 class _Loader(importlib.abc.Loader):

@@ -21,8 +21,10 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.parallel_state import init_process_group
 from megatron.training import global_vars
+from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.microbatches import BatchSchedule
+from megatron.training.config.problems import Problem
 from megatron.training.run.arguments import launch_config
 from megatron.training.run.checkpointing import Checkpointer
 from megatron.training.run.session import sow, with_vocabulary
@@ -42,7 +44,7 @@ def initialize_megatron(
         extra_args_provider=extra_args_provider,
         args_defaults=args_defaults,
         needs_data=False,
-        more_rules=lambda config: settings_of_pretrain(config.flat()),
+        more_rules=_not_of_a_loop,
     )
     env, parallel, training = LaunchEnv.read(), config.parallel, config.training
     on_cpu = parallel.distributed_backend == "gloo"
@@ -66,6 +68,12 @@ def initialize_megatron(
         config=config, device=here, tokenizer=tokenizer, batch_schedule=config.batch_schedule()
     )
     update_num_microbatches(0)
+
+
+def _not_of_a_loop(config: Config) -> list[Problem]:
+    """The flags as given; where only what follows from them asks for pretrain(), that."""
+    given = {name: value for name, value in config.flat().items() if config.given(name)}
+    return settings_of_pretrain(given) or settings_of_pretrain(config.flat())
 
 
 def init_num_microbatches_calculator(
