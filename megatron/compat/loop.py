@@ -77,7 +77,7 @@ def forward_backward(
     Communicates over the pipeline, and as `config.finalize_model_grads_func`. Raises ValueError for several chunks a
     rank, for losses by token, and for anything but losses.
     """
-    (wrapped, *more), (batches, *_) = _listed(model), _listed(data_iterator)
+    (wrapped, *more), (batches, *_rest) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
     if more or config.calculate_per_token_loss or collect_non_loss_data:
         raise ValueError("get_forward_backward_func: one chunk a rank, means of losses only; use pretrain()")

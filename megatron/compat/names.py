@@ -20,7 +20,6 @@ from typing import Any
 
 from megatron.core.safe_files import read_text
 
-
 _LISTED = "docs/megatron_compat.md lists the names of Megatron's that are"
 
 
