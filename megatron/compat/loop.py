@@ -160,10 +160,10 @@ class DataParallelModel(nn.Module):
         collectives.broadcast_weights([self.module], current())
         self.engine.buffer.copy_weights_to_main()
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> ShardedStateDict:
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
         """For `dist_checkpointing.save` and `load`. Communicates over dp, where the optimizer is sharded."""
         self.engine.settle_weights()
-        return ShardedStateDict(self.state_dict(), weight_pieces(self.engine.buffer))
+        return ShardedStateDict(self.state_dict(prefix=prefix), weight_pieces(self.engine.buffer))
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Times this factor, before or after `finish_grad_sync`."""

@@ -292,6 +292,7 @@ def test_methods_of_the_wrapper():
     model.scale_gradients(0.5)
     model.finish_grad_sync()
     assert torch.equal(model.module.weight.grad, torch.full((2, 2), 0.5))
+    assert list(model.sharded_state_dict(prefix="a.")) == ["a.weight", "a.bias"]
     model.start_param_sync(force_sync=True)
     model.disable_forward_pre_hook(param_sync=False)
     model.enable_forward_pre_hook()
