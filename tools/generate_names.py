@@ -1,7 +1,6 @@
 """Writes the table of Megatron's Python names in docs/megatron_compat.md from megatron/compat/names.csv."""
 
 import importlib
-import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,31 +12,27 @@ BEGIN, END = "<!-- names: tools/generate_names.py -->\n", "<!-- end of names -->
 
 def names_table() -> str:
     """Markdown, a line a path."""
-    from megatron.compat.names import table
+    from megatron.compat.names import paths, rows_of
 
     lines = ["| import path | names | not here |", "|---|---|---|"]
-    for path, rows in itertools.groupby(sorted(table(), key=_by_path), key=_by_path):
+    for path in sorted(paths()):
         here: list[str] = []
         refused: dict[str, list[str]] = {}
-        like: set[str] = set()
-        for row in rows:
-            if row["like"] != path:
-                like.add(f"as `{row['like']}`")
+        like: list[str] = []
+        for row in (row for row in rows_of("names.csv") if row["path"] == path):
+            if row["home"] in paths():
+                like.append(f"as `{row['home']}`")
             elif row["instead"]:
                 refused.setdefault(row["instead"], []).append(row["name"])
             else:
                 here += [row["name"]] if row["name"] != "*" else importlib.import_module(row["home"]).__all__
-        told = "; ".join(f"{_listed(names)}: {why}".lstrip(": ") for why, names in refused.items())
+        told = "; ".join(f"{_listed(names)}: {why}" for why, names in refused.items())
         lines.append(f"| `{path}` | {', '.join(filter(None, [_listed(here), *like]))} | {told} |")
     return "\n".join(lines) + "\n"
 
 
-def _by_path(row: dict[str, str]) -> str:
-    return row["path"]
-
-
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names) if name)
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def with_table(text: str) -> str:

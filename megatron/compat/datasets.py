@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron.core.datasets.blend import Blend
 from megatron.core.datasets.builder import Datasets, GPTDatasetSpec, build_train_valid_test_datasets
-from megatron.core.datasets.gpt_dataset import MockDataset, SampleFormat, pad_id
+from megatron.core.datasets.gpt_dataset import MockDataset as MockGPTDataset
+from megatron.core.datasets.gpt_dataset import SampleFormat, pad_id
 from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
@@ -65,7 +66,7 @@ class BlendedMegatronDatasetBuilder:
         """Train, valid, test; None without data and on ranks that read none. Raises DataError."""
         if not self.is_built_on_rank():
             return Datasets(None, None, None)
-        spec = self.config.spec(mock=issubclass(self.cls, MockDataset))
+        spec = self.config.spec(mock=issubclass(self.cls, MockGPTDataset))
         return build_train_valid_test_datasets(spec, self.sizes)
 
 
@@ -73,6 +74,8 @@ def compile_helpers() -> None:
     """Nothing is compiled: indices are built by NumPy."""
 
 
-def null_tokenizer(vocab_size: int) -> NullTokenizer:
+class _NullTokenizer(NullTokenizer):
     """Ids below vocab_size, and vocab_size itself, which ends a document."""
-    return NullTokenizer(TokenizerConfig(vocab_size=int(vocab_size)))
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(TokenizerConfig(vocab_size=int(vocab_size)))

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.compat.model import refuse_settings_of_pretrain
+from megatron.compat.model import ShardedStateDict, settings_of_pretrain
 from megatron.compat.parallel_state import current
-from megatron.core.distributed import data_parallel_config
-from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.module import MegatronModule
+from megatron.core.distributed import data_parallel, data_parallel_config
+from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer import optimization_config
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
@@ -29,12 +28,13 @@ from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport import collectives
+from megatron.training.config.problems import ConfigurationError
+from megatron.training.engine import weight_pieces
 from megatron.training.report.step_metrics import ForwardStep, evaluate_loss, loss_to_differentiate
 from megatron.training.run.data import StepBatches
 
-# By model: what moves its hidden states, and how many steps it has been trained, which key dropout.
+# By model: what moves its hidden states.
 _CHANNELS: weakref.WeakKeyDictionary[nn.Module, P2P] = weakref.WeakKeyDictionary()
-STEPS_TRAINED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def unwrap_model(model: Any) -> Any:
@@ -43,6 +43,12 @@ def unwrap_model(model: Any) -> Any:
         return [unwrap_model(one) for one in model]
     wrappers = (DataParallelModel, nn.parallel.DistributedDataParallel)
     return unwrap_model(model.module) if isinstance(model, wrappers) else model
+
+
+def context_of(model: nn.Module) -> ModelContext:
+    """The model's own; of one that is not ours a new one. Its iteration: the steps that the model was trained."""
+    inner = unwrap_model(model)
+    return inner.context if isinstance(inner, MegatronModule) else ModelContext(0)
 
 
 def get_model_config(model: nn.Module) -> Any:
@@ -56,7 +62,14 @@ def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
 
 
 def forward_backward(
-    *, forward_step_func: ForwardStep, data_iterator: Any, model: Any, num_microbatches: int, **named: Any
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    **_: Any,
 ) -> list[Any]:
     """What the loss function reports of each microbatch, on the ranks that compute the loss; elsewhere [].
 
@@ -64,18 +77,17 @@ def forward_backward(
     Communicates over the pipeline, and as `config.finalize_model_grads_func`. Raises ValueError for several chunks a
     rank, for losses by token, and for anything but losses.
     """
-    (wrapped, *more), (batches, *_) = _listed(model), _listed(data_iterator)
+    (wrapped, *more), (batches, *_rest) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
-    if more or config.calculate_per_token_loss or named.get("collect_non_loss_data"):
+    if more or config.calculate_per_token_loss or collect_non_loss_data:
         raise ValueError("get_forward_backward_func: one chunk a rank, means of losses only; use pretrain()")
-    forward_only, ends, reports = named.get("forward_only", False), ps.pp_rank == ps.pp_size - 1, []
-    channel, step = _CHANNELS.setdefault(wrapped, P2P(ps)), STEPS_TRAINED.get(inner, 0)
-    STEPS_TRAINED[inner] = step + (not forward_only)
+    ends, reports = ps.pp_rank == ps.pp_size - 1, list[Any]()
+    context = context_of(inner)
+    step = context.iteration + (not forward_only)  # with the microbatch the key of dropout masks
     source = StepBatches(batches, reads=batches is not None)
 
     def run(microbatch: int, hidden: Tensor | None) -> Tensor:
-        if isinstance(inner, MegatronModule):
-            inner.context.begin_microbatch(step, microbatch, microbatch * ps.dp_size + ps.dp_rank)
+        context.begin_microbatch(step, microbatch, microbatch * ps.dp_size + ps.dp_rank)
         if hidden is not None:
             inner.set_input_tensor(hidden)
         output, loss_func = forward_step_func((source.microbatch(microbatch) for _ in range(1)), wrapped)
@@ -86,13 +98,13 @@ def forward_backward(
         loss = loss_to_differentiate(result, per_token_loss=False) / num_microbatches
         return loss if config.grad_scale_func is None or forward_only else config.grad_scale_func(loss)
 
-    sink = inner.context.grads if isinstance(inner, MegatronModule) else None
+    sink = context.grads if isinstance(inner, MegatronModule) else None
     stages = {ps.pp_rank: ModelStage(run, sink, begins=ps.pp_rank == 0, ends=ends)}
     placement = Placement(LINEAR, ps.pp_size, 1)
     purpose = PlanPurpose.EVALUATE if forward_only else PlanPurpose.TRAIN
     plan = plan_for(ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement)), num_microbatches, purpose)
     with torch.set_grad_enabled(not forward_only):
-        Executor(plan, ps.pp_rank, stages, channel).run(step)
+        Executor(plan, ps.pp_rank, stages, _CHANNELS.setdefault(wrapped, P2P(ps))).run(step)
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func([wrapped], None)
     return reports
@@ -103,7 +115,7 @@ def _listed(one: Any) -> list[Any]:
 
 
 class DataParallelModel(nn.Module):
-    """Megatron's `DistributedDataParallel`: a module whose gradients are averaged over data parallel ranks.
+    """A module whose gradients are averaged over data parallel ranks.
 
         ddp.zero_grad_buffer(); forwards and backwards; ddp.finish_grad_sync(); optimizer.step()
 
@@ -116,7 +128,7 @@ class DataParallelModel(nn.Module):
         super().__init__()
         ours = _engine_config(ddp_config, (ps := current()).dp_outer_group.size)
         self.config, self.ddp_config, self.module = config, ddp_config, module
-        self.engine = DistributedDataParallel([module], ps, ours, stages=[ps.pp_rank])
+        self.engine = data_parallel.DistributedDataParallel([module], ps, ours, stages=[ps.pp_rank])
         if not isinstance(module, MegatronModule):
             collectives.broadcast_weights([module], ps)
         buffer = self.engine.buffer
@@ -148,6 +160,11 @@ class DataParallelModel(nn.Module):
         collectives.broadcast_weights([self.module], current())
         self.engine.buffer.copy_weights_to_main()
 
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
+        """For `dist_checkpointing.save` and `load`. Communicates over dp, where the optimizer is sharded."""
+        self.engine.settle_weights()
+        return ShardedStateDict(self.state_dict(prefix=prefix), weight_pieces(self.engine.buffer))
+
     def scale_gradients(self, scaling_factor: float) -> None:
         """Times this factor, before or after `finish_grad_sync`."""
         for grads in self.engine.buffer.grads_at_rest():
@@ -161,9 +178,13 @@ class DataParallelModel(nn.Module):
                 parameter.grad = grad
 
 
+DistributedDataParallel = DataParallelModel  # Megatron's name
+
+
 def _engine_config(given: Any, instances: int) -> data_parallel_config.DistributedDataParallelConfig:
     ours = given.group(data_parallel_config.DistributedDataParallelConfig)
-    refuse_settings_of_pretrain(vars(ours))
+    if problems := settings_of_pretrain(vars(ours)):
+        raise ConfigurationError(problems)
     if (asked := ours.num_distributed_optimizer_instances) not in (1, instances):
         raise ValueError(
             f"num_distributed_optimizer_instances={asked}: {instances} in initialize_model_parallel"
@@ -189,8 +210,8 @@ def finalize_model_grads(model: Sequence[nn.Module], *_: Any, **__: Any) -> None
         wrapped_model(one).finish_grad_sync()
 
 
-class ModelOptimizer:
-    """Megatron's optimizer of one wrapped model. Its gradients are the wrapper's: `zero_grad_buffer` begins a step."""
+class MegatronOptimizer:
+    """The optimizer of one wrapped model. Its gradients are the wrapper's: `zero_grad_buffer` begins a step."""
 
     def __init__(self, config: Any, model: DataParallelModel) -> None:
         ours, self._engine = config.group(optimization_config.OptimizerConfig), model.engine
@@ -234,4 +255,4 @@ def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *conditions
     asked = [*conditions, *(one for name, one in named.items() if name != "use_gloo_process_groups")]
     if more or any(one not in (None, False, 1.0) for one in asked):
         raise ValueError("get_megatron_optimizer: of one model, without conditions; decoupled_lr is here")
-    return ModelOptimizer(config, wrapped_model(first))
+    return MegatronOptimizer(config, wrapped_model(first))

@@ -21,34 +21,35 @@ from megatron.compat.names import rows_of
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.models.gpt import gpt
 from megatron.core.models.gpt.stage_layers import split_stages
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.model_config import TransformerConfig as ModelFlags
 from megatron.training.config.config import FIELDS
 from megatron.training.config.flag_table import FlagState, flag_table
+from megatron.training.config.problems import Problem
 
 _FIELDS = rows_of("fields.csv")
-_FLAG_OF = {row["field"]: row["flag"] for row in _FIELDS if row["flag"]}
+_FLAG_OF = {row["name"]: row["flag"] for row in _FIELDS if row["flag"]}
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
 _MORE_OF_MODEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "num_query_groups")) | {
     **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
     **{"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
 }
-_NO_EFFECT = [row["field"] for row in _FIELDS if row["verdict"] == "no effect"]
+_NO_EFFECT = [row["name"] for row in _FIELDS if row["verdict"] == "no effect"]
 
 
-def refuse_settings_of_pretrain(given: Mapping[str, Any]) -> None:
-    """given: by the names of flags. Raises ValueError for what is not of a loop of one's own."""
-    allowed = {row["field"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
+def settings_of_pretrain(given: Mapping[str, Any]) -> list[Problem]:
+    """given: by the names of flags. What is not of a loop of one's own."""
+    allowed = {row["name"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
     asked = {
         name: value for name, value in given.items() if name in allowed and value != FIELDS[name][1].default
     }
-    if refused := [name.replace("_", "-") for name, value in asked.items() if value != allowed[name]]:
-        why = "a loop of one's own runs 1F1B and shards the optimizer: use pretrain(), or custom_fsdp.fully_shard"
-        raise ValueError(f"--{', --'.join(refused)}: {why}")
+    flags = tuple("--" + name.replace("_", "-") for name, value in asked.items() if value != allowed[name])
+    told = f"{', '.join(flags)}: a loop of one's own runs 1F1B and shards the optimizer"
+    return [Problem("own-loop", flags, told, "use pretrain(), or custom_fsdp.fully_shard")] if flags else []
 
 
 class ConfigFields:
@@ -70,11 +71,10 @@ class ConfigFields:
             elif str(value) not in allowed and (entry.state is FlagState.UNSUPPORTED or entry.allowed):
                 raise ValueError(f"{told} is not supported: {entry.fix}")
 
-    def group(self, of: type[Any], **more: Any) -> Any:
-        """Our group of flags with these values. more: of other fields."""
+    def group(self, of: type[Any]) -> Any:
+        """Our group of flags with these values."""
         names = {one.name for one in dataclasses.fields(of)}
-        values = {**vars(self), **more}.items()
-        return of(**{name: value for name, value in values if name in names and value is not None})
+        return of(**{name: one for name, one in vars(self).items() if name in names and one is not None})
 
 
 def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
@@ -119,10 +119,12 @@ def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
 class ShardedStateDict(dict[str, Tensor]):
     """A model's parameters by name. pieces: as checkpoints know what parts of them this rank holds."""
 
-    pieces: list[LocalPiece]
+    def __init__(self, parameters: Mapping[str, Tensor], pieces: list[LocalPiece]) -> None:
+        super().__init__(parameters)
+        self.pieces = pieces
 
 
-class GPTModelOfSpec(GPTModel):
+class GPTModelOfSpec(gpt.GPTModel):
     """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
@@ -188,17 +190,18 @@ class GPTModelOfSpec(GPTModel):
 
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
         """For `dist_checkpointing.save` and `load`."""
-        state, named = ShardedStateDict(), dict(self.named_parameters())
-        state.update({prefix + name: one for name, one in named.items()})
-        of = self.param_meta.items()
-        state.pieces = [piece for name, meta in of for piece in pieces_of("model", meta, named[name])]
-        return state
+        named, of = dict(self.named_parameters()), self.param_meta.items()
+        pieces = [piece for name, meta in of for piece in pieces_of("model", meta, named[name])]
+        return ShardedStateDict({prefix + name: one for name, one in named.items()}, pieces)
+
+
+GPTModel = GPTModelOfSpec  # Megatron's name
 
 
 class _ParameterGrads:
     """A `GradListener` that leaves sums in `parameter.grad`: a contribution starts one where there is none."""
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: gpt.GPTModel) -> None:
         named, facts = dict(model.named_parameters()), model.param_meta
         self.parameters = {key: named[name] for name, meta in facts.items() for key in meta.grad_keys}
         model.context.grads.bind({key: one.detach() for key, one in self.parameters.items()}, self)

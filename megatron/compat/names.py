@@ -1,8 +1,7 @@
 """Megatron's import paths and names: where they live here, and for those that cannot be had what to use.
 
-`names.csv` has a row a name: path; name (`*`: every name in the home's `__all__`; all rows of the home where that is
-a path of the table); home, `module` or `module:name`; and without a home what to use instead. A row without a name is
-of a whole path that cannot be had, and of those below it.
+`names.csv`: path; names in it (a module or anything else; `*`, in a path's last row, every name of another path, or of
+the home's `__all__`); home, where they are; and without a home what to use instead.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ import csv
 import functools
 import importlib
 import importlib.abc
+import itertools
 import sys
+import traceback
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -22,48 +23,59 @@ from megatron.core.safe_files import read_text
 _LISTED = "docs/megatron_compat.md lists the names of Megatron's that are"
 
 
-def rows_of(name: str) -> list[dict[str, str]]:
-    """Of a table of this package."""
-    return list(csv.DictReader(read_text(Path(__file__).with_name(name), max_bytes=1 << 20).splitlines()))
+@functools.cache
+def rows_of(table: str) -> list[dict[str, str]]:
+    """Of a table of this package, a row a name."""
+    text = read_text(Path(__file__).with_name(table), max_bytes=1 << 20)
+    rows = csv.DictReader(text.splitlines())
+    return [{**row, "name": name} for row in rows for name in row["names"].split()]
 
 
 @functools.cache
-def table() -> list[dict[str, str]]:
-    """The rows; in place of one that stands for another path's, these. like: the path that has them itself."""
-    own = rows_of("names.csv")
-    return [
-        {**one, "path": row["path"], "like": one["path"]}
-        for row in own
-        for one in [one for one in own if row["name"] == "*" and one["path"] == row["home"]] or [row]
-    ]
+def paths() -> set[str]:
+    """That have rows."""
+    return {row["path"] for row in rows_of("names.csv")}
 
 
 def look_up(path: str, name: str) -> Any:
     """What Megatron has under this name. Raises AttributeError that says what to use."""
-    for row in (row for row in table() if row["path"] == path and row["name"] in (name, "*")):
+    for row in (row for row in rows_of("names.csv") if row["path"] == path and row["name"] in (name, "*")):
         if row["instead"]:
             raise AttributeError(f"{path}.{name} is not here: {row['instead']}")
-        module, _, attribute = row["home"].partition(":")
-        home = importlib.import_module(module)
+        if row["home"] in paths():
+            return look_up(row["home"], name)
+        home = importlib.import_module(row["home"])
         if row["name"] == name or name in home.__all__:
-            return home if row["name"] == name and not attribute else getattr(home, attribute or name)
-    raise AttributeError(f"module {path!r} has no attribute {name!r}: {_LISTED}")
+            return getattr(home, name)
+    if f"{path}.{name}" in paths():
+        return importlib.import_module(f"{path}.{name}")
+    raise AttributeError(f"{path}.{name} is not here: {_LISTED}")
 
 
 def find_spec(path: str) -> ModuleSpec | None:
     """Of a path, or of a name in one, that is no module here. `importlib.util.find_spec` gets None, an import
     ModuleNotFoundError that says what to use; without `name`, or else `from package import path` would hide it."""
-    refused = {
-        f"{row['path']}.{row['name']}".rstrip("."): row["instead"] for row in table() if row["instead"]
-    }
-    why = next((told for one, told in refused.items() if f"{path}.".startswith(one + ".")), None)
-    if why is None and any(f"{row['path']}.".startswith(path + ".") for row in table()):
+    package, _, name = path.rpartition(".")
+    if any(f"{one}.".startswith(path + ".") for one in paths()):
         return ModuleSpec(path, _Loader(), is_package=True)
-    # Frames: this function's, that of the finder in megatron/__init__.py, importlib's, and who asks importlib.
-    imports = sys._getframe(3).f_code.co_name == "_find_and_load_unlocked"
-    if imports and (why or not path.rpartition(".")[2].startswith("_")):
-        raise ModuleNotFoundError(f"{path} is not here: {why or _LISTED}")
+    if _is_imported() and not name.startswith("_"):
+        try:
+            look_up(package, name)
+        except AttributeError as error:
+            raise ModuleNotFoundError(str(error)) from None
     return None
+
+
+def _is_imported() -> bool:
+    """Whether an import asks for a spec, not `importlib.util.find_spec` or another's search, which finders cannot tell.
+
+    An import makes of None an error without our help, and a spec that cannot be loaded would look like a feature that
+    is there (`if find_spec("megatron.core.models.hybrid")`). So the modules on the stack tell. If importlib's had other
+    names, the help would be lost, no more.
+    """
+    modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(sys._getframe()))
+    _this, _finder, *asking = [name for name, _ in itertools.islice(itertools.groupby(modules), 4)]
+    return asking[:1] == ["importlib._bootstrap"] and asking[1:] != ["importlib.util"]
 
 
 class _Loader(importlib.abc.Loader):

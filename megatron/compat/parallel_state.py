@@ -1,5 +1,4 @@
-"""Megatron's `parallel_state` (`mpu`): one process-wide grid of ranks, asked by the functions of
-`getters.csv`: their names, a purpose of `rank_grid` (none: a rank is alone), and what of its group is the answer.
+"""Megatron's `parallel_state` (`mpu`): one process-wide grid of ranks, asked by functions `get_AXIS_WHAT`.
 
 `partial_data_parallel` is of the ranks of one distributed optimizer instance. Their other arguments, such as
 `with_context_parallel`, are without effect: no other axis has several kinds of groups.
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.compat.names import rows_of
 from megatron.core.device import device_in_use
 from megatron.core.transport import parallel_state as ours
 from megatron.core.transport.parallel_state import Group, ParallelState
@@ -80,14 +78,24 @@ _READ: dict[str, Callable[[Group], Any]] = {  # what is asked of a group
     "rank": lambda group: group.rank,
     "group": _process_group,
     "global_ranks": lambda group: list(group.ranks),
+    "src_rank": lambda group: group.ranks[0],
     "first_rank": lambda group: group.ranks[0],
     "last_rank": lambda group: group.ranks[-1],
     "next_rank": lambda group: group.ranks[(group.rank + 1) % group.size],
     "prev_rank": lambda group: group.ranks[group.rank - 1],
-    "is_first": lambda group: group.rank == 0,
-    "is_last": lambda group: group.rank == group.size - 1,
-    "is_end": lambda group: group.rank in (0, group.size - 1),
-    "nothing": lambda group: None,
+}
+_ENDS = "first_rank last_rank next_rank prev_rank"
+# By Megatron's axes: the purpose of `rank_grid` ("": a rank is alone), and what is asked of its group.
+_AXES = {
+    "tensor_model_parallel": ("tp", "world_size rank group src_rank global_ranks"),
+    "pipeline_model_parallel": ("pp", f"world_size rank group {_ENDS}"),
+    "data_parallel": ("dp", "world_size rank group src_rank"),
+    "model_parallel": ("mp", "group src_rank"),
+    "embedding": ("embedding", "group"),
+    "context_parallel": ("", "world_size rank group global_ranks"),
+    "expert_model_parallel": ("", "world_size rank group"),
+    "expert_tensor_parallel": ("tp", "world_size rank group"),
+    "expert_data_parallel": ("dp", "world_size rank group"),
 }
 
 
@@ -101,6 +109,17 @@ def _getter(purpose: str, read: Callable[[Group], Any]) -> Callable[..., Any]:
     return get
 
 
-_GETTERS = {row["name"]: _getter(row["purpose"], _READ[row["what"]]) for row in rows_of("getters.csv")}
+_GETTERS = {
+    f"get_{axis}_{what}": _getter(purpose, _READ[what])
+    for axis, (purpose, asked) in _AXES.items()
+    for what in asked.split()
+} | {
+    "is_pipeline_first_stage": _getter("pp", lambda group: group.rank == 0),
+    "is_pipeline_last_stage": _getter("pp", lambda group: group.rank == group.size - 1),
+    "is_rank_in_embedding_group": _getter("pp", lambda group: group.rank in (0, group.size - 1)),
+    "get_virtual_pipeline_model_parallel_rank": _getter("pp", lambda group: None),
+    "get_virtual_pipeline_model_parallel_world_size": _getter("pp", lambda group: None),
+    "is_initialized": model_parallel_is_initialized,
+}
 globals().update(_GETTERS)
 __all__ = ["destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized", *_GETTERS]

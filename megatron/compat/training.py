@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from megatron.compat.loop import STEPS_TRAINED, DataParallelModel, unwrap_model
-from megatron.compat.model import ShardedStateDict, refuse_settings_of_pretrain
+from megatron.compat.loop import DataParallelModel, context_of
+from megatron.compat.model import ShardedStateDict, settings_of_pretrain
 from megatron.compat.parallel_state import current, initialize_model_parallel
 from megatron.core import device
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
-from megatron.core.dist_checkpointing.saving import save
+from megatron.core.dist_checkpointing.saving import save as save_pieces
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.parallel_state import init_process_group
 from megatron.training import global_vars
+from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.microbatches import BatchSchedule
-from megatron.training.engine import weight_pieces
+from megatron.training.config.problems import Problem
 from megatron.training.run.arguments import launch_config
 from megatron.training.run.checkpointing import Checkpointer
+from megatron.training.run.session import sow, with_vocabulary
 
 
 def initialize_megatron(
@@ -35,31 +35,45 @@ def initialize_megatron(
 ) -> None:
     """Flags, process groups, seeds, tokenizer: afterwards `get_args()`, `mpu` and `get_num_microbatches()` answer.
 
-    Communicates over the world. Raises SystemExit with status 2 for flags that are refused; ValueError for
-    ignore_unknown_args, as no flag is dropped here, and for flags that only pretrain() has a use for.
+    Communicates over the world. Raises SystemExit as `launch_config`, also for flags that only pretrain() has a use
+    for; ValueError for ignore_unknown_args, as no flag is dropped here.
     """
     if ignore_unknown_args:
         raise ValueError("ignore_unknown_args: declare such flags by extra_args_provider instead")
-    provider, defaults = extra_args_provider, args_defaults
-    config = launch_config(extra_args_provider=provider, args_defaults=defaults, needs_data=False)
-    refuse_settings_of_pretrain(config.flat())
+    config = launch_config(
+        extra_args_provider=extra_args_provider,
+        args_defaults=args_defaults,
+        needs_data=False,
+        more_rules=_not_of_a_loop,
+    )
     env, parallel, training = LaunchEnv.read(), config.parallel, config.training
     on_cpu = parallel.distributed_backend == "gloo"
     here = device.current_device(env.local_rank, kind="cpu" if on_cpu else None)
     device.set_threads(env.local_world_size, threads=training.threads_per_rank)
     if not torch.distributed.is_initialized():
         init_process_group(here, rank=env.rank, world_size=env.world_size)
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    more = {"num_distributed_optimizer_instances": config.ddp.num_distributed_optimizer_instances}
-    more["distributed_timeout_minutes"] = config.reliability.distributed_timeout_minutes
-    initialize_model_parallel(*sizes, order=config.rank_order, **more)
-    for sow in (random.seed, np.random.seed, torch.manual_seed):
-        sow(training.seed + 100 * current().pp_rank)
+    initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=config.reliability.distributed_timeout_minutes,
+        order=config.rank_order,
+    )
+    sow(training.seed, current())
+    tokenizer = build_from_config(config.tokenizer)
+    config = with_vocabulary(config, tokenizer, current())
     args = {**config.flat(), **config.extra}
     global_vars.set_global_variables(args, rank=env.rank, world_size=env.world_size)
-    global_vars.provide(config=config, device=here, tokenizer=build_from_config(config.tokenizer))
-    global_vars.provide(batch_schedule=config.batch_schedule())
+    global_vars.provide(
+        config=config, device=here, tokenizer=tokenizer, batch_schedule=config.batch_schedule()
+    )
     update_num_microbatches(0)
+
+
+def _not_of_a_loop(config: Config) -> list[Problem]:
+    """The flags as given; where only what follows from them asks for pretrain(), that."""
+    given = {name: value for name, value in config.flat().items() if config.given(name)}
+    return settings_of_pretrain(given) or settings_of_pretrain(config.flat())
 
 
 def init_num_microbatches_calculator(
@@ -75,6 +89,9 @@ def init_num_microbatches_calculator(
     sizes = micro_batch_size, data_parallel_size, global_batch_size
     global_vars.provide(batch_schedule=BatchSchedule(*sizes, ramp, decrease_batch_size_if_needed))
     update_num_microbatches(0)
+
+
+reconfigure_num_microbatches_calculator = init_num_microbatches_calculator
 
 
 def update_num_microbatches(consumed_samples: int, *_: Any, **__: Any) -> None:
@@ -98,11 +115,14 @@ def save_checkpoint(
     **__: Any,
 ) -> None:
     """Into `--save`: weights, optimizer, scheduler. Communicates over the world. Raises CheckpointError."""
-    common = {} if optimizer is None else optimizer.state_dict()
-    common |= {"iteration": iteration, "config": global_vars.get_config().flat()}
-    common["steps_trained"] = max((STEPS_TRAINED.get(one, 0) for one in unwrap_model(list(model))), default=0)
-    common["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
-    common["scheduler"] = opt_param_scheduler and opt_param_scheduler.state_dict()
+    common = {
+        "iteration": iteration,
+        "config": global_vars.get_config().flat(),
+        "steps_trained": max(context_of(one).iteration for one in model),
+        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+        "scheduler": opt_param_scheduler and opt_param_scheduler.state_dict(),
+        **({} if optimizer is None else optimizer.state_dict()),
+    }
     _checkpointer(optimizer).save(iteration, *_pieces(model, optimizer), common, wait=True)
 
 
@@ -121,8 +141,8 @@ def load_checkpoint(
         engine.weights_changed()
     if not restored.resumed:
         return 0, 0.0
-    steps = restored.common.get("steps_trained", restored.iteration)
-    STEPS_TRAINED.update(dict.fromkeys(unwrap_model(list(model)), steps))
+    for one in model:
+        context_of(one).iteration = restored.common.get("steps_trained", restored.iteration)
     if optimizer is not None and restored.optimizer:
         optimizer.load_state_dict(restored.common)
     if opt_param_scheduler is not None and restored.common.get("scheduler"):
@@ -138,27 +158,21 @@ def _checkpointer(optimizer: Any) -> Checkpointer:
 
 
 def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], list[LocalPiece]]:
-    weights: list[LocalPiece] = []
-    for one in model:
-        if isinstance(one, DataParallelModel):
-            one.engine.settle_weights()
-            weights += weight_pieces(one.engine.buffer)
-        else:
-            weights += one.sharded_state_dict().pieces
+    weights = [piece for one in model for piece in one.sharded_state_dict().pieces]
     return weights, [] if optimizer is None else optimizer.inner.pieces()
 
 
-def save_sharded(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> None:
+def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> None:
     """`dist_checkpointing.save` of a model's `sharded_state_dict()`, or of a dict of it and JSON values; any layout can
     load it. Communicates over the world. Raises CheckpointError; ValueError for other values and for strategies."""
     pieces, values = _split(sharded_state_dict, *strategies, **named)
     try:
-        save(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
+        save_pieces(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
     except TypeError as error:
         raise ValueError(f"dist_checkpointing.save, of {sorted(values)}: {error}; vars(args) is") from error
 
 
-def load_sharded(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> Any:
+def load(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> Any:
     """`dist_checkpointing.load`, of what `save` takes: the model's tensors are filled in place, values are the saved
     ones. Communicates over the world. Raises as `save`."""
     pieces, _ = _split(sharded_state_dict, *strategies, **named)

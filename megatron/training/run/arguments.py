@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,15 @@ def launch_config(
     extra_args_provider: ExtraArgsProvider | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     needs_data: bool = True,
+    more_rules: Callable[[Config], list[Problem]] = lambda config: [],
 ) -> Config:
     """The configuration of this launch, or the end of the process.
 
     argv: words after the program's name, by default the process's. extra_args_provider, args_defaults: as Megatron's
     `pretrain` takes them. needs_data: False when the caller's own provider makes the data whatever the flags say.
-    Raises SystemExit: 2 with every problem printed, or the first page where the line is empty; under --check-config 0
-    or 2 after the report; 3 when --load names what cannot be loaded, as far as can be told without reading tensors.
+    more_rules: problems with what the caller cannot do. Raises SystemExit: 2 with every problem printed, or the first
+    page where the line is empty; under --check-config 0 or 2 after the report; 3 when --load names what cannot be
+    loaded, as far as can be told without reading tensors.
     """
     guard_console()
     words, env = list(sys.argv[1:] if argv is None else argv), LaunchEnv()
@@ -80,6 +82,7 @@ def launch_config(
         env = LaunchEnv.read()
         line = read_command_line(words, extra_args_provider, args_defaults)
         config, problems = _resolved(line, env, needs_data=needs_data)
+        problems += more_rules(config)
         check_only = config.training.check_config
         if not problems and not check_only and config.checkpoint.load is not None:
             check_loadable(config.checkpoint.load, needed_by=config.checkpoint.needs_checkpoint)

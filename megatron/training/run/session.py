@@ -63,14 +63,10 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     if config.training.deterministic_mode:  # the call alone imports the compiler: 0.6 s
         torch.use_deterministic_algorithms(True)
     ps, watchdog = _join_world(config, env, here)
-    # Python, NumPy and torch, for user code: the model's own randomness is keyed by name and by sample.
-    seed = config.training.seed + 100 * ps.pp_rank  # as Megatron
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    sow(config.training.seed, ps)
     assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     tokenizer = build_from_config(config.tokenizer)
-    config = _with_limit(_with_vocabulary(config, tokenizer, ps), ps)
+    config = _with_limit(with_vocabulary(config, tokenizer, ps), ps)
     timers = Timers(
         config.logging.timing_log_level,
         config.logging.timing_log_option,
@@ -121,6 +117,12 @@ def _join_world(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelS
     return ps, watchdog
 
 
+def sow(seed: int, ps: ParallelState) -> None:
+    """Python, NumPy and torch, for user code: the model's own randomness is keyed by name and by sample."""
+    for generator in (random.seed, np.random.seed, torch.manual_seed):
+        generator(seed + 100 * ps.pp_rank)  # as Megatron
+
+
 def _with_limit(config: Config, ps: ParallelState) -> Config:
     """With what --rank-memory-limit decides on. Communicates over the world where it is a share of the device's memory.
     Raises ConfigurationError."""
@@ -135,7 +137,7 @@ def _with_limit(config: Config, ps: ParallelState) -> Config:
         raise ConfigurationError([problem]) from None
 
 
-def _with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) -> Config:
+def with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) -> Config:
     """With the padded vocabulary: of the flags, else of the checkpoint to load, else of tokenizer and TP.
 
     Communicates over the world where there is a checkpoint to load. Raises ConfigurationError.

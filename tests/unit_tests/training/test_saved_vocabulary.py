@@ -31,7 +31,7 @@ def config_at(tp, root, *words):
 
 def completed(ctx, config):
     torch.set_num_threads(1)
-    done = session._with_vocabulary(config, ByteTokenizer(), ctx.ps)
+    done = session.with_vocabulary(config, ByteTokenizer(), ctx.ps)
     return done.model.padded_vocab_size
 
 
@@ -59,7 +59,7 @@ def test_a_size_that_the_ranks_do_not_divide_is_refused_by_name(tmp_path):
     def refused(ctx, config):
         torch.set_num_threads(1)
         with pytest.raises(ConfigurationError) as caught:
-            session._with_vocabulary(config, ByteTokenizer(), ctx.ps)
+            session.with_vocabulary(config, ByteTokenizer(), ctx.ps)
         return str(caught.value)
 
     (told,) = set(run_ranks(refused, 2, config_at(4, tmp_path)))
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_a_smaller_tokenizer_is_refused_by_name(tmp_path, by_rul
     def refused(ctx, config):
         torch.set_num_threads(1)
         with pytest.raises(ConfigurationError) as caught:
-            session._with_vocabulary(config, ByteTokenizer(), ctx.ps)
+            session.with_vocabulary(config, ByteTokenizer(), ctx.ps)
         return str(caught.value)
 
     config = config_at(1, tmp_path)
