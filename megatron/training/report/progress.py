@@ -142,23 +142,15 @@ class ProgressLine:
             return  # nothing to say yet about the time left
         self._shown_at = now
         age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
-        saved = f"last checkpoint {format_age(age_s)}"
-        share = self._iteration / self._total
+        share, saved = self._iteration / self._total, f"last checkpoint {format_age(age_s)}"
         if self._show_bar is None:
-            fields = " | ".join([*self._figures, f"ETA {format_duration(self._eta.eta_s())}", saved])
-            steps = f"{self._iteration}/{self._total}"
+            steps, left = f"{self._iteration}/{self._total}", f"ETA {format_duration(self._eta.eta_s())}"
+            fields = " | ".join([*self._figures, left, saved])
             print(f" progress: {share:6.1%} | step {steps} | {fields}", file=self._stream, flush=True)
         else:
-            ranks = (0, 1, 4, 5, 2, 3)
-            steps = f"{self._iteration:,}/{self._total:,}"
-            texts = (
-                f"{share:.1%}",
-                steps,
-                *self._figures,
-                f"ETA {self.eta() or 'n/a'}",
-                saved * (age_s is not None),
-            )
-            columns = list(zip(ranks, texts, strict=True))
+            steps, left = f"{self._iteration:,}/{self._total:,}", f"ETA {self.eta() or 'n/a'}"
+            texts = (f"{share:.1%}", steps, *self._figures, left, "" if age_s is None else saved)
+            columns = list(zip((0, 1, 4, 5, 2, 3), texts, strict=True))
             width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"
             self._show_bar(bar_line(share, columns, width, ascii_only=not utf8))
 

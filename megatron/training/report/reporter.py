@@ -40,10 +40,10 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
     where ranks have come to different plans, ConfigurationError where there is none for these units."""
     metas, facts = engine.param_meta.values(), _plan_facts(session, spec, engine, num_microbatches)
     session.open_log()
-    session.print_rank_last(metrics.plan_line(facts), brief=metrics.plan_in_words(facts))
     total = _report_parameters(session, engine)
+    session.print_rank_last(metrics.plan_line(facts), brief=metrics.plan_in_words(facts))
     for line in layer_map_lines(spec.stages, spec.placement):
-        session.print_rank_0(line, brief=line.partition(";")[0])
+        session.print_rank_last(line, brief=line.partition(";")[0])
     asked = session.config.ddp.fsdp_unit_modules
     if session.config.ddp.use_custom_fsdp and asked and engine.declares_units:
         session.print_rank_0(
@@ -60,13 +60,13 @@ def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_micro
 
 
 def _report_parameters(session: Session, engine: Engine) -> int:
-    """Of the model. Rank 0 tells those of all model parallel ranks, in order. Communicates over the world."""
+    """Of the model. The last rank tells those of all model parallel ranks, in order. Communicates over the world."""
     count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
     line = metrics.PARAMETER_COUNT.format(tp_rank=session.ps.tp_rank, pp_rank=session.ps.pp_rank, count=count)
     own = (line, count, _own_parameters(engine)) if session.ps.dp_rank == 0 else None
     lines, counts, shares = zip(*filter(None, session.gather(own)), strict=True)
     total = round(sum(shares))
-    session.print_rank_0(*lines, brief=metrics.parameters_in_words(total, counts))
+    session.print_rank_last(*lines, brief=metrics.parameters_in_words(total, counts))
     return total
 
 
