@@ -332,7 +332,13 @@ def become(
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ.update(variables)
         sys.argv = argv
-        sys.path.insert(0, str(Path(argv[0]).parent))
+        home = Path(argv[0]).parent
+        sys.path.insert(0, str(home))
+        if (
+            home != ROOT and (home / "megatron").exists()
+        ):  # a copy of the checkout, whose modules are not ours
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "tools")]:
+                del sys.modules[name]
         try:
             runpy.run_path(argv[0], run_name="__main__")
             status = 0
