@@ -1,16 +1,17 @@
-"""A script of the checkout as `python script words` runs it, in a fork of this process: of what it imports, nothing is
-imported anew, which takes a process of its own seconds."""
+"""Scripts of the checkout without a Python of their own, which imports for seconds: `python script words` in a fork of
+this process, and what a launch script of an example starts."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.harness.launch import ROOT, become
+from tests.harness.launch import GPT, ROOT, become
 
 
 def run_script(script: str, *words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -28,3 +29,20 @@ def run_script(script: str, *words: object, cwd: Path = ROOT) -> subprocess.Comp
             become(argv, told[0], cwd, {}, errors=told[1])
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return subprocess.CompletedProcess(argv, status, *(file.read_text() for file in told))
+
+
+def launched_by(script: Path, folder: Path, *flags: str, **variables: str) -> tuple[list[str], int]:
+    """(the trainer's flags, ranks) with which a launch script starts torchrun, which must be what it says."""
+    python = folder / "python"
+    folder.mkdir(exist_ok=True)
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python), "RUN_DIR": str(folder), **variables}
+    words = ["bash", str(script), *flags]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=30, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said, *started = done.stdout.splitlines()
+    assert shlex.split(said) == [str(python), *started]
+    assert started[:2] == ["-m", "torch.distributed.run"]
+    at = started.index(GPT)
+    return started[at + 1 :], int(started[started.index("--nproc-per-node", 0, at) + 1])
