@@ -3,14 +3,10 @@ planned."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
-import sys
-
 import pytest
 
 from tests.harness import launch
+from tests.harness.scripts import launched_by
 
 SCRIPT = launch.ROOT / "examples" / "fsdp_zero_bubble" / "pretrain.sh"
 README = SCRIPT.with_name("README.md")
@@ -18,24 +14,12 @@ SHORT = {"CPU": "1", "TRAIN_ITERS": "2", "LOG_INTERVAL": "1"}
 COUNTED = ("gathers", "reductions", "moved-bytes")
 
 
-def script(folder, **variables):
-    """What the script says."""
-    here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "RUN_DIR": str(folder)}
-    done = subprocess.run(
-        ["bash", str(SCRIPT), "--data-cache-path", launch.TINY[-1]],
-        capture_output=True,
-        text=True,
-        env={**here, **SHORT, **variables},
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def words_of(folder, **variables):
-    """The trainer's flags."""
-    command = shlex.split(script(folder, DRY_RUN="1", **variables))
-    return command[command.index(launch.GPT) + 1 :]
+def trained(folder, *, without="", **variables):
+    """What the ranks say that the script starts. without: a flag that they do not get."""
+    words, ranks = launched_by(SCRIPT, folder, "--data-cache-path", launch.TINY[-1], **SHORT, **variables)
+    assert ranks == 4
+    kept = [word for word in words if word != without]
+    return launch.ok(launch.run_forked(kept, ranks=ranks)).output
 
 
 def losses(output):
@@ -52,16 +36,15 @@ def moved(folder):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The losses of a sharded optimizer under 1F1B."""
-    words = words_of(tmp_path_factory.mktemp("plain"), STRATEGY="optim")
-    words.remove("--zero-bubble-v-schedule")
-    output = launch.ok(launch.run_forked(words, ranks=4)).output
+    folder = tmp_path_factory.mktemp("plain")
+    output = trained(folder, without="--zero-bubble-v-schedule", STRATEGY="optim")
     assert '"schedule": "1f1b"' in output
     assert len(losses(output)) == 2
     return losses(output)
 
 
 def test_it_has_the_losses_of_a_sharded_optimizer_under_1f1b_and_moves_what_it_planned(tmp_path, plain):
-    said = script(tmp_path, POLICY="step")
+    said = trained(tmp_path, POLICY="step")
     assert '"schedule": "zbv"' in said
     assert " > residency: zbv, optim_grads_params over 2 ranks, policy step; " in said
     assert losses(said) == plain
@@ -73,7 +56,7 @@ def test_it_has_the_losses_of_a_sharded_optimizer_under_1f1b_and_moves_what_it_p
 
 
 def test_policy_memory_moves_more_and_says_what_the_readme_quotes(tmp_path, plain):
-    said = launch.ok(launch.run_forked(words_of(tmp_path), ranks=4)).output
+    said = trained(tmp_path)
     quoted = [line for line in README.read_text().splitlines() if line.startswith(" > ")]
     assert quoted == [
         line for line in said.splitlines() if line.startswith((" > residency: ", " > a step moves "))

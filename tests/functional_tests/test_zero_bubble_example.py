@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
-import sys
-
 from tests.harness import launch
+from tests.harness.scripts import launched_by
 
 SCRIPT = launch.ROOT / "examples" / "pretrain_zero_bubble.sh"
 SMALL = {
@@ -19,15 +15,12 @@ SMALL = {
 }
 
 
-def script(folder, **variables):
-    """What the script says."""
-    here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "RUN_DIR": str(folder)}
-    words = ["bash", str(SCRIPT), "--data-cache-path", launch.TINY[-1], "--allow-padding-num-layers"]
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**here, **SMALL, **variables}, timeout=150
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def trained(folder, **variables):
+    """What the ranks say that the script starts."""
+    data = ("--data-cache-path", launch.TINY[-1], "--allow-padding-num-layers")
+    words, ranks = launched_by(SCRIPT, folder, *data, **SMALL, **variables)
+    assert ranks == 2
+    return launch.ok(launch.run_forked(words, ranks=ranks)).output
 
 
 def losses(output):
@@ -36,12 +29,10 @@ def losses(output):
 
 
 def test_zbv_trains_on_two_cpu_ranks_with_the_losses_of_1f1b(tmp_path):
-    said = script(tmp_path / "v", ZERO_BUBBLE_V_SCHEDULE="1")
+    said = trained(tmp_path / "v", ZERO_BUBBLE_V_SCHEDULE="1")
     assert '"schedule": "zbv"' in said
     assert (tmp_path / "v" / "metrics.jsonl").exists()
-    command = shlex.split(script(tmp_path / "plain", DRY_RUN="1"))
-    words = command[command.index(launch.GPT) + 1 :]
-    plain = launch.ok(launch.run_forked(words, ranks=2)).output
+    plain = trained(tmp_path / "plain")
     assert '"schedule": "1f1b"' in plain
     assert len(losses(said)) == 3
     assert losses(said) == losses(plain)

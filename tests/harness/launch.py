@@ -265,7 +265,7 @@ def forked(
                 pid = os.fork()
                 if pid == 0:
                     words = [str(ROOT / script), *map(str, flags)]
-                    _become(
+                    become(
                         words,
                         terminal or output,
                         cwd or ROOT,
@@ -303,8 +303,16 @@ def _rendezvous(ranks: int) -> dict[str, str]:
     }
 
 
-def _become(argv: list[str], output: str | Path, cwd: Path, variables: Mapping[str, str], rank: int) -> None:
-    """In the child: run the script as `python script` would. Never returns."""
+def become(
+    argv: list[str],
+    output: str | Path,
+    cwd: Path,
+    variables: Mapping[str, str],
+    rank: int | None = None,
+    errors: Path | None = None,
+) -> None:
+    """In the child: run the script as `python script` would. Never returns. errors: stderr, if it is not output; rank:
+    has a core of its own."""
     status = 1
     try:
         os.setsid()
@@ -314,17 +322,23 @@ def _become(argv: list[str], output: str | Path, cwd: Path, variables: Mapping[s
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        if rank is not None:
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
         os.chdir(cwd)
-        fd = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-        for target in (1, 2):
-            os.dup2(fd, target)
+        for target, path in ((1, output), (2, errors or output)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY), target)
         # Whole lines reach the file in one write, so ranks do not mix within a line.
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ.update(variables)
         sys.argv = argv
-        sys.path.insert(0, str(Path(argv[0]).parent))
+        home = Path(argv[0]).parent
+        sys.path.insert(0, str(home))
+        if (
+            home != ROOT and (home / "megatron").exists()
+        ):  # a copy of the checkout, whose modules are not ours
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "tools")]:
+                del sys.modules[name]
         try:
             runpy.run_path(argv[0], run_name="__main__")
             status = 0

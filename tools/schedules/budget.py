@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
@@ -16,7 +17,7 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
-from megatron.training.config.problems import ConfigurationError
+from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.config.rule_table import spelled
 from megatron.training.run.arguments import parse_config
 from tools.schedules.flags import names_of
@@ -82,7 +83,10 @@ def _config(args: argparse.Namespace) -> Config:
     group = (row and row.group_size) or "microbatch_group_size_per_vp_stage"
     words = ["--use-distributed-optimizer" if strategy == "optim" else "--use-custom-fsdp", "--lr", "1"]
     words += ["--micro-batch-size", "1", "--train-iters", "1", *args.model_words]
-    said = read_command_line(words).values
+    line = read_command_line(words)
+    if line.problems:  # before a plan is searched for what is left
+        raise _wrong(line.problems)
+    said = line.values
     batch = said["micro_batch_size"] * args.microbatches * args.data_parallel_size
     for flag, value in (
         ("--rank-memory-limit", args.rank_memory_limit),
@@ -99,4 +103,8 @@ def _config(args: argparse.Namespace) -> Config:
     try:
         return parse_config(words, env=_OnGpus(world_size=world), needs_data=False)
     except ConfigurationError as error:
-        raise PlanError("; ".join(f"{one.message}: {one.fix}" for one in error.problems)) from None
+        raise _wrong(error.problems) from None
+
+
+def _wrong(problems: Sequence[Problem]) -> PlanError:
+    return PlanError("; ".join(f"{one.message}: {one.fix}" for one in problems))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import launch
+
 ROOT = Path(__file__).resolve().parents[3]
 SECTION = (ROOT / "CONTRIBUTING.md").read_text().split("## Three examples\n")[1].split("\n## ")[0]
 EXAMPLES = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", SECTION, re.MULTILINE | re.DOTALL))
@@ -38,6 +40,23 @@ def apply(example: str, root: Path) -> None:
             file.write_text(text.replace(old, new))
 
 
+def trained(words: list[str], root: Path) -> str:
+    """What ranks of the copy say that are started as torchrun starts them."""
+    standalone, number, ranks, script, *flags = words
+    assert (standalone, number) == ("--standalone", "--nproc-per-node")
+    return launch.ok(launch.run_forked(flags, ranks=int(ranks), script=str(root / script), cwd=root)).output
+
+
+def planned(words: list[str], root: Path) -> str:
+    """What a script of the copy says that needs no torch."""
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=root, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", SAID)
 def test_the_example_runs(name, tmp_path):
     for part in ("megatron", "tools", "pretrain_gpt.py"):
@@ -47,16 +66,6 @@ def test_the_example_runs(name, tmp_path):
     output = ""
     for line in re.search(r"```bash\n(.*?)```", EXAMPLES[name], re.DOTALL)[1].splitlines():
         program, *words = shlex.split(line.replace("$TINY", TINY))
-        launcher = ["-m", "torch.distributed.run"] if program == "torchrun" else []
-        done = subprocess.run(
-            [sys.executable, *launcher, *words],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        output = done.stdout + done.stderr
+        output = trained(words, tmp_path) if program == "torchrun" else planned(words, tmp_path)
     assert SAID[name] in output
     assert len(re.findall(r"lm loss: \d", output)) == 2

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+PLUGINS = ("-p", "no:hypothesispytest")  # most of a start's time
 TESTS = """
 from pathlib import Path
 import pytest
@@ -22,7 +23,7 @@ def suite(folder, seconds="1000"):
     """(status, whether it says how many are left, and what ran) of a call."""
     (folder / "log").write_text("")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.harness.resumed", "test_some.py"],
+        [sys.executable, "-m", "pytest", *PLUGINS, "-q", "-p", "tests.harness.resumed", "test_some.py"],
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "TEST_PART_SECONDS": seconds},
         capture_output=True,

@@ -1,16 +1,14 @@
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "fsdp_hiding.py"
+from tests.harness.scripts import run_script
+
 CONFIGURATION = ("--hidden-size", 8192, "--seq-length", 8192)
 
 
 def run(*words):
-    return subprocess.run([sys.executable, str(TOOL), *map(str, words)], capture_output=True, text=True)
+    return run_script("tools/fsdp_hiding.py", *words)
 
 
 def output(*words):

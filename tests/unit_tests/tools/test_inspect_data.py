@@ -1,19 +1,15 @@
 import hashlib
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "inspect_data.py"
+from tests.harness.scripts import run_script
 
 
 def run(*words):
-    return subprocess.run([sys.executable, str(TOOL), *map(str, words)], capture_output=True, text=True)
+    return run_script("tools/inspect_data.py", *words)
 
 
 def run_json(*words):
@@ -177,6 +173,6 @@ def test_a_corpus_of_nothing_is_an_error(tmp_path):
 )
 def test_numbers_that_no_corpus_can_mean_are_wrong_arguments(words):
     flags = ["--data-path", "nowhere", "--seq-length", "8", *words.split()]
-    done = subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True, check=False)
+    done = run(*flags)
     assert done.returncode == 2
     assert "must be from" in done.stderr

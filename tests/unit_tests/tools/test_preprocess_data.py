@@ -1,25 +1,20 @@
 import itertools
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tests.harness.scripts import run_script
 from tools.preprocessing import job, sources
 
-ROOT = Path(__file__).resolve().parents[3]
-TOOL = ROOT / "tools" / "preprocess_data.py"
 
-
-def run(*words, **kwargs):
-    command = [sys.executable, str(TOOL), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+def run(*words):
+    return run_script("tools/preprocess_data.py", *words)
 
 
 def documents(prefix):
@@ -108,10 +103,10 @@ def build(tmp_path, name, workers):
 
 
 def test_same_bytes_for_any_workers_and_chunks(tmp_path, monkeypatch):
-    write_lines(tmp_path / "in.jsonl")
+    write_lines(tmp_path / "in.jsonl", 150)
     done, whole = build(tmp_path, "whole", 1)
-    assert done.documents == 500
-    assert done.empty_documents == 30
+    assert done.documents == 150
+    assert done.empty_documents == 9
     for workers, chunk in ((1, 1000), (2, 1000), (3, 7777), (2, 3001)):
         monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
         again, content = build(tmp_path, f"w{workers}c{chunk}", workers)
@@ -162,22 +157,21 @@ def test_changed_input_starts_anew(tmp_path, monkeypatch):
     assert content == build(tmp_path, "fresh", 1)[1]
 
 
-def test_killed_and_run_again(tmp_path):
-    """SIGKILL at some moment of the work; the same command then gives the same bytes."""
-    write_lines(tmp_path / "in.jsonl", 30_000)
-    words = ("--input", tmp_path / "in.jsonl", *BYTES, "--append-eod", "--output-prefix")
-    assert run(*words, tmp_path / "whole").returncode == 0
-    for delay in (0.25, 0.45):
-        process = subprocess.Popen([sys.executable, str(TOOL), *map(str, words), str(tmp_path / "cut")])
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = run(*words, tmp_path / "cut")
-    assert done.returncode == 0, done.stderr
-    for ending in (".bin", ".idx"):
-        assert (tmp_path / f"cut_text_document{ending}").read_bytes() == (
-            tmp_path / f"whole_text_document{ending}"
-        ).read_bytes()
+@pytest.mark.parametrize("parts", [1, 10])
+def test_killed_and_run_again(tmp_path, monkeypatch, parts):
+    """SIGKILL once so many parts are there; the same job then gives the same bytes."""
+    write_lines(tmp_path / "in.jsonl", 600)
+    _, whole = build(tmp_path, "whole", 1)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 4000)
+    process = multiprocessing.get_context("fork").Process(target=build, args=(tmp_path, "cut", 1))
+    process.start()
+    while process.is_alive() and len(list(tmp_path.glob("cut.parts/*.bin"))) < parts:
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "cut_text_document.idx").exists()
+    assert build(tmp_path, "cut", 1)[1] == whole
 
 
 @pytest.mark.parametrize(
