@@ -56,15 +56,7 @@ from tools.schedules.flags import (
     request_of,
 )
 from tools.schedules.held_over_time import summary
-from tools.schedules.page import (
-    Entry,
-    entry_of,
-    longest,
-    of_rank_totals,
-    playground,
-    table,
-    to_html,
-)
+from tools.schedules.page import Entry, entry_of, longest, of_rank_totals, playground, table, to_html
 from tools.schedules.picture import HeldCurves, beside_svg, pipeline_title, several_svg, to_picture, to_svg
 from tools.schedules.residency import Shown
 from tools.schedules.text import columns_per_unit, overlay_figures, overlay_text, to_text

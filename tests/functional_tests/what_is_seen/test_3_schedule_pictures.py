@@ -126,6 +126,8 @@ def test_several_on_one_page_and_under_one_another_on_one_axis(monkeypatch, caps
     page = drawn(f"{words}html", monkeypatch, capsys, tmp_path)
     figures = [*ET.fromstring(page.removeprefix("<!DOCTYPE html>")).iter("figure")]
     assert len(figures) == 2
+    hints = [hint for figure in figures for hint in figure.find("figcaption").iter("i")]
+    assert [hint.get("style").split(":")[0] for hint in hints] == ["--needs"] * 2, "shown where it scrolls"
     assert page.count("Bubble is the step time less") == 1, "once a page"
     assert "remark" not in page, "nothing is to be remarked"
     assert texts_of(figures[1])[-1] == texts_of(figures[0])[-1] == TIME
