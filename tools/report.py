@@ -25,17 +25,8 @@ from megatron.training.report.metrics_file import read_metrics
 from tools.commands import as_called
 from tools.drawing.charts import Series, line_chart
 from tools.drawing.page import COLOURS, Picture, element, fold, table
+from tools.reports import page
 from tools.reports.charts import loss_chart, marks_of, smoothed, smoothing_window, words_of
-from tools.reports.page import (
-    SUMMARY_SETTINGS,
-    charts,
-    curve_names,
-    publish,
-    setting_text,
-    totals,
-    write_report,
-    written,
-)
 from tools.reports.pipeline import measured_step, planned_step
 from tools.reports.run_record import RunRecord, read_run
 
@@ -101,19 +92,21 @@ def made(args: argparse.Namespace, metrics: Sequence[Path], target: Path) -> Pat
         return comparison(names, target, args.title or f"Runs compared: {', '.join(names)}")
     name = folder_of(metrics[0]).name
     if args.loss_svg:
-        return written(
+        return page.written(
             target,
             loss_chart([("", read_run(metrics[0]))], hover=False, title=args.title or f"Loss: {name}").svg(),
         )
     pipeline = measured_step(args.timeline) if args.timeline else planned_step(read_run(metrics[0]))
-    return write_report(metrics[0], target, title=args.title or f"Training report: {name}", pipeline=pipeline)
+    return page.write_report(
+        metrics[0], target, title=args.title or f"Training report: {name}", pipeline=pipeline
+    )
 
 
 def comparison(runs: Mapping[str, Path], out: Path, title: str) -> Path:
     """Write one page about several runs, by name their metrics: first what they were told and what came out, where they
     differ. Raises ValueError, OSError."""
     read = {name: read_run(path) for name, path in runs.items()}
-    figures = [{name: (value, note) for name, value, note in totals(run)} for run in read.values()]
+    figures = [{name: (value, note) for name, value, note in page.totals(run)} for run in read.values()]
     results = [
         (name, *(" · ".join(filter(None, one.get(name, ("", "")))) for one in figures))
         for name in dict.fromkeys(itertools.chain(*figures))
@@ -122,9 +115,11 @@ def comparison(runs: Mapping[str, Path], out: Path, title: str) -> Path:
     if len(ends) > 1 and all(run.losses for run in read.values()):
         means = (f"{run.last_mean(run.losses[0], min(ends))[0]:.4g}" for run in read.values())
         results.insert(1, (f"training loss at iteration {min(ends):,}", *means))
-    names = dict.fromkeys([*SUMMARY_SETTINGS, *itertools.chain(*(run.config for run in read.values()))])
+    names = dict.fromkeys([*page.SUMMARY_SETTINGS, *itertools.chain(*(run.config for run in read.values()))])
     settings = [("layout", *(run.layouts for run in read.values()))]
-    settings += [(name, *(setting_text(run.config.get(name)) for run in read.values())) for name in names]
+    settings += [
+        (name, *(page.setting_text(run.config.get(name)) for run in read.values())) for name in names
+    ]
     differ = [row for row in settings if len({*row[1:]}) > 1]
     differ.sort(key=lambda row: any("/" in value for value in row[1:]))  # paths tell the least
     head, over = ("", *read), [losses_over(what, read) for what in ("millions of tokens", "minutes of steps")]
@@ -135,10 +130,10 @@ def comparison(runs: Mapping[str, Path], out: Path, title: str) -> Path:
         fold(f"Settings that differ ({len(differ)})", told, is_open=True),
         fold(f"{len(rest)} more settings that differ", table(rest, head)) if rest else "",
         fold("Results side by side", table(results, head), is_open=True),
-        charts([*read.items()], more=over),
-        curve_names([*read.items()]),
+        page.charts([*read.items()], more=over),
+        page.curve_names([*read.items()]),
     ]
-    return publish(out, title, parts)
+    return page.publish(out, title, parts)
 
 
 def losses_over(what: str, runs: Mapping[str, RunRecord]) -> Picture:
