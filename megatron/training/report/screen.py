@@ -11,7 +11,6 @@ from megatron.training.report.metrics import IterationRecord, perplexity
 _BETWEEN = "  "
 _BAR = (10, 30)  # characters
 _WIDE = 120  # characters: a terminal on which names are written out
-_RARE = 9  # how important: not a column, but nothing to keep silent about
 _NONE = "-"  # in a column that has no value this time
 
 Columns = Iterable[tuple[int, str]]  # (how important, 0 is most; text), in the order in which they are shown
@@ -32,14 +31,14 @@ def short_line(record: IterationRecord, width: int, has: Collection[str]) -> str
     run.
 
     Which columns there are, and their widths, depends on the run and on the terminal: those of all lines stand below
-    each other. What few lines have stands behind them, or in a row of its own.
+    each other. Skipped iterations, which few lines have, stand behind them, or in a row of their own.
     """
-    columns = _columns(record, has, width >= _WIDE)
-    line = fitted([(rank, text) for rank, text in columns if rank < _RARE], width - 1)
-    for text in (text for rank, text in columns if rank == _RARE):
-        between = _BETWEEN if len(line) + len(_BETWEEN + text) < width else "\n   "
-        line += between + text
-    return line
+    line = fitted(_columns(record, has, width >= _WIDE), width - 1)
+    if not record.skipped_iterations:
+        return line
+    nan = f" ({record.nan_iterations} NaN)" if record.nan_iterations else ""
+    skipped = f"{record.skipped_iterations} skipped{nan}"
+    return line + (_BETWEEN if len(line + _BETWEEN + skipped) < width else "\n   ") + skipped
 
 
 def _columns(record: IterationRecord, has: Collection[str], wide: bool) -> list[tuple[int, str]]:
@@ -62,9 +61,6 @@ def _columns(record: IterationRecord, has: Collection[str], wide: bool) -> list[
         columns.append((4, f"bubble {_percent(measured)}{told}"))
     if "eta" in has:
         columns.append((6, f"ETA {record.eta or _NONE:>7}"))
-    if record.skipped_iterations:
-        nan = f" ({record.nan_iterations} NaN)" if record.nan_iterations else ""
-        columns.append((_RARE, f"{record.skipped_iterations} skipped{nan}"))
     return [*columns, *((8, loss) for loss in losses[1:])]
 
 

@@ -36,8 +36,10 @@ class FakeSession:
     lines: list[str] = dataclasses.field(default_factory=list)
     ps: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(pp_rank=0))
 
-    def print_rank_0(self, text):
-        self.lines.append(text)
+    def print_rank_0(self, *texts, brief=None):
+        self.lines.extend(texts)
+        if texts and brief is not None:
+            assert len(brief) < 80, "a terminal would break it"
 
     def gather(self, value):
         _, used, total = value
