@@ -62,7 +62,7 @@ BAD = [
     ("--no-position-embedding", "no-position-embedding"),
     ("--swiglu --squared-relu", "activation"),
     ("--use-flash-attn --attention-backend unfused", "attention-backend"),
-    ("--transformer-impl transformer_engine", "transformer-engine"),
+    ("--transformer-impl transformer_engine", "not-supported"),
     ("--transformer-impl inference_optimized", "not-supported"),
     ("--padded-vocab-size 200", "vocabulary"),
     ("--recompute-granularity full", "recompute"),
@@ -274,9 +274,9 @@ def test_problems_are_printed_numbered_with_their_fix():
     assert text.splitlines() == [
         "configuration: 2 problems",
         "  1. [a] x is wrong",
-        "    fix: mend x",
+        "     fix: mend x",
         "  2. [b] y",
-        "    fix: mend y",
+        "     fix: mend y",
     ]
 
 
