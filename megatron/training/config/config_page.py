@@ -29,8 +29,11 @@ def render_page(report: Report, width: int) -> str:
     first |= {"memory": _memory(report, facts), "pipeline": _pipeline(report)}
     page = [f" {label:<{_LABEL}}{first[label] or 'not known: see the problems'}" for label in _ORDER]
     number = len(facts["problems"])
-    verdict = f"not valid: {counted(number, 'problem')}, told below" if number else "valid: no problems found"
-    verdict += "; files are not found on this machine" if facts["not_found"] else ""
+    verdict = "valid: no problems found"
+    if number:
+        verdict = f"not valid: {counted(number, 'problem')}, told below"
+    elif facts["not_found"]:
+        verdict += "; files are not found on this machine"
     page.append(f" {'launch line':<{_LABEL}}{verdict}")
     page += [f" {line}" for name in ("not_found", "warnings", "notes") for line in report.sections[name][1]]
     page.append(f" --full shows all {len(FIELDS)} settings and where each comes from")

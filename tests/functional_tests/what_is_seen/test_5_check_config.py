@@ -76,7 +76,7 @@ def test_twelve_lines_come_first(check):
     total, rests, activations = map(float, memory.groups())
     assert (round(rests), total) == (23, pytest.approx(rests + activations, abs=0.2))
     assert "gathered weights" not in told["memory"], "nothing is gathered without sharded weights"
-    assert told["pipeline"].startswith("1f1b (forwards and backwards in turns), 16 ranks, 192 microbatches")
+    assert told["pipeline"].startswith("1f1b (forward, backward in turns), 16 ranks, 192 microbatches")
     assert told["batch"].startswith(
         "1,536 samples = 3,145,728 tokens a step: 8 replicas x 192 microbatches of 1"
     )
@@ -94,7 +94,7 @@ def test_the_smallest_line_of_one_rank(check):
     _, page, _ = check(SMALL, 140)
     told = entries(page)
     assert told["ranks"] == "1"
-    assert told["pipeline"].startswith("1f1b (forwards and backwards in turns), 1 rank, ")
+    assert told["pipeline"].startswith("1f1b (forward, backward in turns), 1 rank, ")
     assert "\n launch line  valid: no problems found\n --full shows" in page
     assert told["sharding"] == "no_shard: a rank holds all of its part of the model"
     assert told["checkpoints"] == "none"

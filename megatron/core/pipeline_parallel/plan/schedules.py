@@ -64,9 +64,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     one.name: one
     for one in (
         Schedule("gpipe", LINEAR, gpipe, splits=False, alone=True, about="all forwards, then all backwards"),
-        Schedule(
-            "1f1b", LINEAR, one_f_one_b, splits=False, alone=True, about="forwards and backwards in turns"
-        ),
+        Schedule("1f1b", LINEAR, one_f_one_b, splits=False, alone=True, about="forward, backward in turns"),
         Schedule(
             "interleaved",
             LOOPED,
@@ -75,7 +73,7 @@ SCHEDULES: Mapping[str, Schedule] = {
             chunks=2,
             group_size="microbatch_group_size_per_vp_stage",
             whole_group=True,
-            about="1f1b over several chunks of layers a rank",
+            about="1f1b over several chunks a rank",
         ),
         Schedule(
             "gis",
@@ -83,60 +81,22 @@ SCHEDULES: Mapping[str, Schedule] = {
             grouped,
             chunks=2,
             group_size="interleave_group_size",
-            about="interleaved in small groups, within 1f1b's memory",
+            about="1f1b's memory, over several chunks",
         ),
         Schedule("zb-h1", LINEAR, zb_h1, about="1f1b that puts weight gradients off"),
-        Schedule("zb-h2", LINEAR, zb_h2, about="zb-h1 with twice the activations and no bubble"),
-        Schedule("zb-1p", LINEAR, zb_1p, searched=True, about="zero-bubble by search, within 1f1b's memory"),
+        Schedule("zb-h2", LINEAR, zb_h2, about="zb-h1 in twice the memory, without a bubble"),
+        Schedule("zb-1p", LINEAR, zb_1p, searched=True, about="zero-bubble in 1f1b's memory"),
         Schedule(
-            "zb-2p",
-            LINEAR,
-            zb_2p,
-            searched=True,
-            like="zb-1p",
-            about="zero-bubble by search, within twice 1f1b's memory",
+            "zb-2p", LINEAR, zb_2p, searched=True, like="zb-1p", about="zero-bubble in twice 1f1b's memory"
         ),
+        Schedule("zbv", V_SHAPED, zbv, searched=True, chunks=2, about="zero-bubble on a V of two chunks"),
         Schedule(
-            "zbv",
-            V_SHAPED,
-            zbv,
-            searched=True,
-            chunks=2,
-            about="zero-bubble on a V: first and last stage on one rank",
+            "v-half", V_SHAPED, v_half, searched=True, chunks=2, like="zbv", about="zbv in half the memory"
         ),
+        Schedule("v-min", V_SHAPED, v_min, searched=True, chunks=2, like="zbv", about="zbv in a third of it"),
+        Schedule("1f1b-v", V_SHAPED, one_f_one_b_v, splits=False, chunks=2, about="1f1b on a V"),
         Schedule(
-            "v-half",
-            V_SHAPED,
-            v_half,
-            searched=True,
-            chunks=2,
-            like="zbv",
-            about="zbv with half of 1f1b's memory",
-        ),
-        Schedule(
-            "v-min",
-            V_SHAPED,
-            v_min,
-            searched=True,
-            chunks=2,
-            like="zbv",
-            about="zbv with a third of 1f1b's memory",
-        ),
-        Schedule(
-            "1f1b-v",
-            V_SHAPED,
-            one_f_one_b_v,
-            splits=False,
-            chunks=2,
-            about="1f1b on a V: first and last stage on one rank",
-        ),
-        Schedule(
-            "dualpipe-v",
-            V_SHAPED,
-            dualpipe_v,
-            chunks=2,
-            microbatches_a_rank=2,
-            about="DeepSeek's DualPipe, folded to a V",
+            "dualpipe-v", V_SHAPED, dualpipe_v, chunks=2, microbatches_a_rank=2, about="DualPipe on a V"
         ),
     )
 }
