@@ -112,9 +112,10 @@ def broken_rules(context: RuleContext) -> list[Problem]:
     broken, names = [], context.named(FUNCTIONS)
     for rule in RULES:
         if (told := rule.fault(context)) is not None:
-            message, _, fix = told.rpartition("; ") if not rule.fix else (told, "", "")
-            fix = fix or as_called(filled(rule.fix, names, context.told))
-            broken.append(Problem(rule.id, rule.flags, message, fix))
+            message, fix = told, as_called(filled(rule.fix, names, context.told))
+            if not fix:
+                message, _, fix = told.rpartition("; ")
+            broken.append(Problem(rule.id, rule.flags, message or told, fix))
     return unsupported_flags(context) + broken
 
 
