@@ -27,6 +27,11 @@ def called_as(argv0: str) -> str:
     return found[1] if found else ""
 
 
+def as_called(text: str) -> str:
+    """A text with its commands as this process was called: `python tools/report.py`, or `megatron-zero report`."""
+    return importlib.import_module("tools.commands").as_called(text) if called_as(sys.argv[0]) else text
+
+
 def program(script: str) -> str:
     """For usages and errors: `megatron-zero report`, or the script's name `report.py`."""
     return os.path.basename(sys.argv[0] if called_as(sys.argv[0]) else script)

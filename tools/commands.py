@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -94,8 +95,12 @@ def _unknown(asked: str) -> str:
 
 
 def as_called(text: str) -> str:
-    """A script's text with its example lines as this process was called: `python tools/report.py` in a checkout."""
+    """A text with the scripts that it names as this process was called: `python tools/report.py` in a checkout."""
     if typed := called_as(sys.argv[0]):
         for name, command in COMMANDS.items():
-            text = text.replace(f"python {command.script}", f"{typed} {name}")
+            text = re.sub(
+                rf"python {command.script}|(?<![\w/])tools/{Path(command.script).name}",
+                f"{typed} {name}",
+                text,
+            )
     return text

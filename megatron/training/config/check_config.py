@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
-from megatron.core.optional import available
 from megatron.core.pipeline_parallel.plan.facts import facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
@@ -30,10 +29,12 @@ _Section = tuple[Any, list[str]]  # of the JSON object and of the text
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Everything the check found. sections: what the JSON object has under each name, and the lines of the text."""
+    """Everything the check found. sections: what the JSON object has under each name, and the lines of the text. spec:
+    of the pipeline, None where there is none."""
 
     config: Config
     sections: dict[str, _Section]
+    spec: ScheduleSpec | None = None
 
 
 def build_report(config: Config, problems: Sequence[Problem]) -> Report:
@@ -44,7 +45,7 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     if config.model.num_layers is not None:
         config = _or_none(config.chosen) or config
         spec = _or_none(lambda: config.schedule_spec)
-    warnings, files = [*config.warnings, *_transformer_engine(config)], _not_found(config)
+    warnings, files = config.warnings, _not_found(config)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {
         "config": (values, []),
@@ -58,7 +59,7 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
         "notes": (config.notes, [f"note: {note}" for note in config.notes]),
         "not_found": (files, [f"not found: {path}" for path in files]),
     }
-    return Report(config, sections)
+    return Report(config, sections, spec)
 
 
 def render_json(report: Report) -> str:
@@ -110,17 +111,6 @@ def _vocabulary(config: Config) -> int | None:
             return t.vocab_size
         return len(ids) if isinstance(ids, dict) else t.vocab_size
     return known if known is not None else t.vocab_size
-
-
-def _transformer_engine(config: Config) -> list[str]:
-    if config.model.transformer_impl != "transformer_engine":
-        return []
-    installed = available("transformer_engine")
-    state = "its layers are not supported yet" if installed else "not installed here"
-    return [
-        f"--transformer-impl transformer_engine: {state}; pass --transformer-impl local, or install "
-        "Transformer Engine (pip install 'transformer_engine[pytorch]')"
-    ]
 
 
 def _not_found(config: Config) -> list[str]:

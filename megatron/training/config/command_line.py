@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.command import program
 from megatron.training.config import values
-from megatron.training.config.config import MAX_GUESSES
+from megatron.training.config.config import MAX_GUESSES, closest_name
 from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, closest_flags, flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
 
@@ -51,13 +51,13 @@ class CommandLine:
     used: list[UsedFlag] = dataclasses.field(default_factory=list)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    complete: bool = True  # False: the user's own flags stopped the parser half-way
+    complete: bool = True  # False: it is not read
 
     def set(self, name: str, value: Any, origin: str) -> None:
         self.values[name], self.origin[name] = value, origin
 
     def stop(self, message: str, fix: str) -> CommandLine:
-        """What is left when a line cannot be read to its end."""
+        """What is left of a line that is not read."""
         self.problems.append(Problem("flag", (), message, fix))
         self.complete = False
         return self
@@ -191,32 +191,52 @@ def read_command_line(
     if (count := sum(word.startswith("-") for word in words)) > MAX_FLAGS:
         told = f"the command line has {count} flags; at most {MAX_FLAGS} are read"
         return line.stop(told, "put settings into a file: --yaml-cfg FILE")
-    try:
-        namespace, unknown = parser.parse_known_args(words)
+    namespace, unknown = _parsed(parser, words, line, recorded)
+    line.extra = dict(vars(namespace))
+    given = (name for name, value in line.extra.items() if value != parser.get_default(name))
+    line.origin.update(dict.fromkeys(given, "flag"))
+    overrides: dict[str, Any] = {}
+    for name, value in (args_defaults or {}).items():
+        _load(line, overrides, name, list(value) if isinstance(value, tuple) else value, "args_defaults")
+    if (path := last_value(words, "--yaml-cfg")) is not None:
+        settings, problems = values.read_yaml(path, frozenset(line.extra) | frozenset(flag_table()))
+        line.problems += problems
+        for setting in settings:
+            _load(line, overrides, setting.name, setting.value, setting.origin)
+    if overrides:
+        # Once more over these values: what the command line says replaces them, the rest stays.
+        namespace, unknown = _parsed(parser, words, line, recorded, argparse.Namespace(**overrides))
         line.extra = dict(vars(namespace))
-        given = (name for name, value in line.extra.items() if value != parser.get_default(name))
-        line.origin.update(dict.fromkeys(given, "flag"))
-        overrides: dict[str, Any] = {}
-        for name, value in (args_defaults or {}).items():
-            _load(line, overrides, name, list(value) if isinstance(value, tuple) else value, "args_defaults")
-        if (path := last_value(words, "--yaml-cfg")) is not None:
-            settings, problems = values.read_yaml(path, frozenset(line.extra) | frozenset(flag_table()))
-            line.problems += problems
-            for setting in settings:
-                _load(line, overrides, setting.name, setting.value, setting.origin)
-        if overrides:
-            # Once more over these values: what the command line says replaces them, the rest stays.
-            recorded.clear()
-            namespace, unknown = parser.parse_known_args(words, argparse.Namespace(**overrides))
-            line.extra = dict(vars(namespace))
-            line.origin.update({n: "flag" for n in overrides if line.extra[n] is not overrides[n]})
-    except argparse.ArgumentError as error:
-        return line.stop(str(error), "see --help")
+        line.origin.update({n: "flag" for n in overrides if line.extra[n] is not overrides[n]})
     own = tuple("--" + name.replace("_", "-") for name in line.extra)
     line.problems += _unknown_problems(unknown, own)
     for entry, spelling, after in recorded:
         _record(line, entry, spelling, after)
     return line
+
+
+def _parsed(
+    parser: argparse.ArgumentParser,
+    words: Sequence[str],
+    line: CommandLine,
+    recorded: _Recorded,
+    namespace: argparse.Namespace | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
+    """What the parser makes of the words. What it has against the user's own flags is a problem, after which these may
+    hold anything: all that is wrong with the others is told too."""
+    recorded.clear()
+    try:
+        return parser.parse_known_args(words, namespace)
+    except argparse.ArgumentError as error:
+        line.problems.append(Problem("flag", (), str(error), "see --help"))
+    recorded.clear()
+    for group in parser._mutually_exclusive_groups:
+        group.required = False
+    for action in parser._actions:
+        action.required = False
+        for spelled in () if isinstance(action, _Record) else action.option_strings:
+            parser._option_string_actions[spelled] = argparse._StoreAction([spelled], action.dest, nargs="*")
+    return parser.parse_known_args(words, namespace)
 
 
 def _joined_negatives(argv: Sequence[str]) -> list[str]:
@@ -278,7 +298,8 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[
         else:
             line.set(entry.name, values.convert_words(entry, words), "flag")
     except ValueError as error:
-        fix = "leave the value out" if switch else "see --help for its values"
+        near = closest_name(words[0], entry.kind.choices) if entry.field is not None and words else None
+        fix = f"did you mean {near}?" if near else "leave the value out" if switch else "mend the value"
         line.problems.append(_value_problem(entry, spelling, spelling, error, fix))
 
 
@@ -294,7 +315,7 @@ def _unknown_problems(words: Sequence[str], own: tuple[str, ...]) -> list[Proble
     problems: list[Problem] = []
     stray, more = True, 0
     for word in words:
-        unknown = word.startswith("--") and len(word) > 2
+        unknown = re.match(r"--.|-[a-z]", word) is not None
         if not unknown and not stray:
             continue
         stray = not unknown
@@ -302,7 +323,7 @@ def _unknown_problems(words: Sequence[str], own: tuple[str, ...]) -> list[Proble
             more += 1
         elif unknown:
             flag = values.shortened(word.partition("=")[0])
-            close = closest_flags(flag, own)
+            close = closest_flags(f"--{flag.lstrip('-')}", own)
             fix = f"did you mean {', '.join(close)}?" if close else "see docs/flags.md for every known flag"
             problems.append(Problem("unknown-flag", (flag,), f"unknown flag {flag}", fix, close))
         else:

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.pipeline_parallel.plan.facts import activation_bytes
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.words import counted, scaled, size_text
 from megatron.training.config.check_config import Report, corpora
 from megatron.training.config.config import FIELDS, Config, train_step_flops
@@ -20,11 +22,19 @@ Facts = Mapping[str, Any]  # by section of the report
 
 
 def render_page(report: Report, width: int) -> str:
-    """The page, with what was not found, warnings and notes. width: of the terminal, in characters."""
+    """The page: twelve lines, whether the launch line is valid, what was not found, warnings and notes. width: of the
+    terminal, in characters."""
     config, facts = report.config, {name: facts for name, (facts, _) in report.sections.items()}
-    first = {**_model(config, facts), **_ranks(config, facts), **_length(config), **_rest(config)}
-    first["pipeline"] = next(iter(report.sections["pipeline"][1]), "").removeprefix("pipeline: ")
+    first = {**_model(config, facts), **_ranks(facts), **_length(config), **_rest(config)}
+    first |= {"memory": _memory(report, facts), "pipeline": _pipeline(report)}
     page = [f" {label:<{_LABEL}}{first[label] or 'not known: see the problems'}" for label in _ORDER]
+    number = len(facts["problems"])
+    verdict = "valid: no problems found"
+    if number:
+        verdict = f"not valid: {counted(number, 'problem')}, told below"
+    elif facts["not_found"]:
+        verdict += "; files are not found on this machine"
+    page.append(f" {'launch line':<{_LABEL}}{verdict}")
     page += [f" {line}" for name in ("not_found", "warnings", "notes") for line in report.sections[name][1]]
     page.append(f" --full shows all {len(FIELDS)} settings and where each comes from")
     indent = " " * (_LABEL + 1)
@@ -46,10 +56,10 @@ def _model(config: Config, facts: Facts) -> dict[str, str]:
     }
 
 
-def _ranks(config: Config, facts: Facts) -> dict[str, str]:
-    """How many, how they share the model, and what one holds. Empty where they do not divide."""
-    grid, cut, per_rank = facts["grid"], facts["sharding"], facts["parameters"]["per_rank"]
-    told = dict.fromkeys(("ranks", "sharding", "memory"), "")
+def _ranks(facts: Facts) -> dict[str, str]:
+    """How many, and how they share the model. Empty where they do not divide."""
+    grid, cut = facts["grid"], facts["sharding"]
+    told = dict.fromkeys(("ranks", "sharding"), "")
     if grid is not None:
         sizes = [f"{_AXES[axis]} {size}" for axis, size in grid["sizes"].items() if size > 1]
         told["ranks"] = " = ".join([f"{grid['world_size']:,}", *([" x ".join(sizes)] if sizes else [])])
@@ -58,15 +68,38 @@ def _ranks(config: Config, facts: Facts) -> dict[str, str]:
         told["sharding"] = (
             f"{cut['strategy']}: a rank holds {', '.join(held) or 'all of its part of the model'}"
         )
-    if per_rank and config.sharding is not None and config.shard_place is not None:
-        parallel = config.parallel
-        copies = parallel.enable_optimizer_post_validation and parallel.post_validation_rollback == "snapshot"
-        states = state_bytes(
-            config.ddp, config.sharding, config.shard_place, config.params_flag, copies=copies
-        )
-        size = size_text(max(per_rank) * sum(size / ways for size, ways in states.at_rest), digits=2)
-        told["memory"] = f"{size} a rank: weights, gradients, optimizer's state; activations come on top"
     return told
+
+
+def _pipeline(report: Report) -> str:
+    """With what the schedule is, beside its name."""
+    told = next(iter(report.sections["pipeline"][1]), "").removeprefix("pipeline: ")
+    name, _, rest = told.partition(", ")
+    return f"{name} ({SCHEDULES[name].about}), {rest}" if name in SCHEDULES else told
+
+
+def _memory(report: Report, facts: Facts) -> str:
+    """Of the fullest rank: what it holds at rest, with the activations of the plan as far as they can be estimated."""
+    config, spec, per_rank = report.config, report.spec, facts["parameters"]["per_rank"]
+    row, place, parallel = config.sharding, config.shard_place, config.parallel
+    if not per_rank or row is None or place is None:
+        return ""
+    copies = parallel.enable_optimizer_post_validation and parallel.post_validation_rollback == "snapshot"
+    states = state_bytes(config.ddp, row, place, config.params_flag, copies=copies)
+    each, grid = sum(size / ways for size, ways in states.at_rest), config.grid()
+    at_rest = [each * per_rank[grid.rank({"pp": stage})] for stage in range(grid.pp)]
+    told = "weights, gradients, optimizer's state"
+    model, number = config.model_costs, (facts["pipeline"] or {}).get("microbatches")
+    peaks = model and spec and activation_bytes(spec, number, model.of_stages(spec.stages))
+    if not peaks:
+        return f"{size_text(max(at_rest), digits=3)} a rank: {told}; activations are not estimated"
+    most = max((rests + peak, rests, peak) for rests, peak in zip(at_rest, peaks, strict=True))
+    total, rests, peak = (size_text(size, digits=3) for size in most)
+    gathered = "gathered weights, " if place.ways(row.weights) > 1 else ""
+    return (
+        f"at most {total} a rank: {rests} of {told} + {peak} of activations, estimated; not in it: {gathered}"
+        "buffers of transfers, what libraries and the allocator keep"
+    )
 
 
 def _length(config: Config) -> dict[str, str]:

@@ -175,7 +175,7 @@ def spellings() -> dict[str, FlagEntry]:
 
 def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tuple[str, ...]:
     """Known spellings nearest to an unknown one, the most likely first; those that are much further away than the
-    nearest, and far ones, are not offered.
+    nearest, and far ones, are not offered. Without any, the flag whose help says its words (`--learning-rate`).
 
     extra: spellings beside the table. Of equally near ones, those that are implemented come first.
     """
@@ -184,4 +184,7 @@ def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tup
     behind = [(-difflib.SequenceMatcher(None, spelled, flag).ratio(), spelled) for spelled in near]
     implemented = FlagState.IMPLEMENTED
     behind.sort(key=lambda one: (one[0], known.get(one[1], implemented) is not implemented))
+    if not behind:
+        words, fields = flag.strip("-").split("-"), (e for e in flag_table().values() if e.field is not None)
+        return tuple(entry.spelling for entry in fields if entry.info.help.split()[1:] == words)[:1]
     return tuple(spelled for likeness, spelled in behind[:count] if likeness <= behind[0][0] + _AS_NEAR)

@@ -132,7 +132,7 @@ def model_size(c: Context, name: str) -> Any:
 
 def schedule(c: Context) -> str | None:
     """What the flags of schedules ask for, else what the number of chunks says; a plan of a file has its own."""
-    if c.num_layers is None or c.pipeline_schedule_file is not None:
+    if c.pipeline_schedule_file is not None:
         return None
     if asked := list(asked_schedules(c.config.parallel).values()):
         return asked[0]

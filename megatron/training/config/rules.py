@@ -1,10 +1,11 @@
 """What must hold between settings: a table of rules, all of them looked at, every broken one told (floor 0).
 
 rules.csv has them in the order in which they are told: its id, the flags concerned, when it is broken, what is wrong
-(where that is empty, the condition says it), and what to do about it. A row without an id is another way to break the
-rule above. `expressions` says how conditions and messages are read; the functions in them are those of resolve.py and
-of the rules_*.py files beside this one, and what `RuleContext` has. Sources of the combinations: Megatron's own checks,
-and those that users break most often.
+(where that is empty, the condition says it), and what to do about it (where that is empty, the condition says it too,
+behind its last semicolon). A row without an id is another way to break the rule above. `expressions` says how
+conditions and messages are read; the functions in them are those of resolve.py and of the rules_*.py files beside this
+one, and what `RuleContext` has. Sources of the combinations: Megatron's own checks, and those that users break most
+often.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.command import as_called
 from megatron.core.config_base import arg_info, bounds_of
 from megatron.training.config import resolve, rules_model, rules_pipeline, rules_training
 from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS
 from megatron.training.config.expressions import filled, parsed, rows, value_of
 from megatron.training.config.flag_table import FlagState, flag_table
-from megatron.training.config.problems import NOT_SUPPORTED, Problem
+from megatron.training.config.problems import NOT_SUPPORTED, REQUIRED, Problem
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.values import BoundsError, check_bounds
 
@@ -31,6 +33,8 @@ _BEFORE_PLANS = (
     "schedule-flags schedule-ranks interleaving-chunks pipeline-schedule microbatch-group interleave-group "
     "interleaving-microbatches dualpipe-v-microbatches pipeline-limits rank-memory-limit plan-size"
 ).split()
+
+_GIVE = "give a value, here or in the file of --yaml-cfg"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +72,9 @@ def _fault(ways: Sequence[tuple[ast.expr, str]], c: RuleContext) -> str | None:
     return None
 
 
-def _missing(name: str, c: RuleContext) -> str | None:
+def _missing(name: str, about: str, c: RuleContext) -> str | None:
     missing = getattr(c, name) is None and not (name == "lr" and c.skip_train)
-    return f"{spelled(name)} is required" if missing else None
+    return f"{spelled(name)} ({about}){REQUIRED}" if missing else None
 
 
 def _out_of_bounds(name: str, c: RuleContext) -> str | None:
@@ -87,7 +91,7 @@ def _rules() -> Iterator[Rule]:
         flag, info = spelled(name), arg_info(field)
         if info is not None and info.required:
             id = f"required-{name.replace('_', '-')}"
-            yield Rule(id, (flag,), f"give {flag}: {info.help}", partial(_missing, name))
+            yield Rule(id, (flag,), _GIVE, partial(_missing, name, info.help))
     for name, (_, field) in FIELDS.items():
         if bounds_of(field) is not None:
             id, fix = f"bounds-{name.replace('_', '-')}", f"change what {spelled(name)} follows from"
@@ -105,8 +109,13 @@ RULES = tuple(_rules())
 
 def broken_rules(context: RuleContext) -> list[Problem]:
     """Every rule that the configuration breaks, in table order, after unsupported flags."""
-    found = ((rule, rule.fault(context)) for rule in RULES)
-    broken = [Problem(rule.id, rule.flags, told, rule.fix) for rule, told in found if told is not None]
+    broken, names = [], context.named(FUNCTIONS)
+    for rule in RULES:
+        if (told := rule.fault(context)) is not None:
+            message, fix = told, as_called(filled(rule.fix, names, context.told))
+            if not fix:
+                message, _, fix = told.rpartition("; ")
+            broken.append(Problem(rule.id, rule.flags, message or told, fix))
     return unsupported_flags(context) + broken
 
 
@@ -120,8 +129,6 @@ def unsupported_flags(context: RuleContext) -> list[Problem]:
             continue
         if name == "expert_tensor_parallel_size" and value == context.tensor_model_parallel_size:
             continue  # what it is without being asked for
-        if (name, value) == ("transformer_impl", "transformer_engine"):
-            continue  # has a rule of its own
         shown = entry.spelling if value is True else f"{entry.spelling} {value}"
         refused.append((shown, entry.spelling, entry.fix))
     return [Problem("not-supported", (flag,), f"{shown}{NOT_SUPPORTED}", fix) for shown, flag, fix in refused]

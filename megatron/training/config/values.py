@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.core.config_base import bounds_of
+from megatron.core.config_base import bounds_of, flag_names
 from megatron.core.list_expression import parse_list_expression, parse_pair
 from megatron.core.safe_files import read_text
 from megatron.training.config.config import FIELDS, GROUPS, MAX_GUESSES, closest_name
@@ -190,7 +190,8 @@ def read_yaml(path: str, known: frozenset[str]) -> tuple[list[YamlSetting], list
         told, fix = str(error), "name a YAML file"
     else:
         return _settings(yaml, path, known, root)
-    return [], [Problem("yaml", ("--yaml-cfg",), told, fix)]
+    in_it = tuple(flag_names(field)[0] for _, field in FIELDS.values())
+    return [], [Problem("yaml", ("--yaml-cfg",), told, fix, in_it)]
 
 
 def _settings(

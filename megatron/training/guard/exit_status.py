@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.command import as_called
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
 from megatron.training.guard.console import show_bar
 
@@ -200,13 +201,13 @@ def report_failure(
 
     diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
     """
-    status, reason = status_of(error, table), str(error) or type(error).__name__
+    status, reason = status_of(error, table), as_called(str(error)) or type(error).__name__
     if status is ExitStatus.BUG:
         trace = "".join(traceback.format_exception(error)).rstrip("\n")
         told = f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}"
     else:
         kind = status.name.lower().replace("_", " ")
-        told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {error}"
+        told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {reason}"
     _tell(told)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()

@@ -30,7 +30,12 @@ from megatron.training.config.command_line import (
 from megatron.training.config.config import Config
 from megatron.training.config.config_page import render_page
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
-from megatron.training.config.problems import ConfigurationError, Problem, render_causes, render_problems
+from megatron.training.config.problems import (
+    ConfigurationError,
+    Problem,
+    render_problems,
+    worth_telling,
+)
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
@@ -41,9 +46,9 @@ from megatron.training.guard.run_folder import is_held
 
 __all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
 
-_OF_VALUES = ("value", "range-", "limit-")  # ids of problems that keep a value from being taken
 # A launcher stops every rank once one has ended, so the others give local rank 0 this time to say why.
 SPEAKER_GRACE_S = 3.0
+_INDENT = 2  # with which torchrun prints a rank's last words
 # Of the first page.
 _WIDTH = 80
 _SHAPE = (
@@ -137,10 +142,17 @@ def _refuse(
     problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], save: str | None = None
 ) -> SystemExit:
     """The exception that ends the process, after local rank 0 has told why."""
-    text = render_problems(problems)
-    _speak(text, env, ExitStatus.CONFIGURATION)
-    _record_refusal(ExitStatus.CONFIGURATION, text, env, save, words)
+    width = _columns()
+    if width is not None and env.error_file is not None:
+        width -= _INDENT
+    _speak(render_problems(problems, width), env, ExitStatus.CONFIGURATION)
+    _record_refusal(ExitStatus.CONFIGURATION, render_problems(problems), env, save, words)
     return SystemExit(int(ExitStatus.CONFIGURATION))
+
+
+def _columns() -> int | None:
+    """Of the terminal on which a text is read; None: elsewhere lines may be long."""
+    return terminal_width() if on_terminal() else None
 
 
 def _speak(text: str, env: LaunchEnv, status: ExitStatus) -> None:
@@ -208,7 +220,7 @@ def _resolved(
     context = RuleContext(
         config, env, tuple(line.used), has_gpu, check_only, needs_data, needs_tokenizer, memory_bytes
     )
-    broken = [problem for problem in broken_rules(context) if not _follows(problem, line.problems)]
+    broken = [problem for problem in broken_rules(context) if worth_telling(problem, line.problems)]
     return config, line.problems + unloadable + broken
 
 
@@ -229,30 +241,20 @@ def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
     return []
 
 
-def _follows(problem: Problem, told: Sequence[Problem]) -> bool:
-    """Whether a broken rule only says that a flag is missing whose value could not be read, or judges by its default
-    one whose value is refused."""
-    refused = {flag for other in told if other.rule.startswith(_OF_VALUES) for flag in other.flags}
-    misread = refused | {flag for other in told for flag in (*other.flags, *other.meant)}
-    return bool(set(problem.flags) & (misread if problem.rule.startswith("required-") else refused))
-
-
 def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:
     """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full."""
     if env.local_rank != 0:
         return
-    report, width = build_report(config, problems), terminal_width()
+    report, width, full = build_report(config, problems), _columns(), config.training.full
     if config.training.json:
         told, problems = render_json(report), ()
-    elif on_terminal() and not config.training.full:
-        told, wrong = render_page(report, width), render_causes(problems, width)
     else:
-        told, wrong = render_text(report), render_problems(problems)
+        told = render_text(report) if full or width is None else render_page(report, width)
     encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
     sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
     if problems:
-        print(wrong, file=sys.stderr, flush=True)
+        print(render_problems(problems, width), file=sys.stderr, flush=True)
 
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:

@@ -1,4 +1,4 @@
-"""Line 5: --check-config says first what one wants first, and what is wrong by cause."""
+"""Line 5: --check-config says first what one wants first, and a refusal what is wrong by cause."""
 
 import json
 import re
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.training.config.problems import Problem, render_causes
+from megatron.training.config.problems import MAX_SHOWN, Problem, render_problems
+from megatron.training.guard.exit_status import ExitStatus, report_failure
 from megatron.training.run import arguments
-from megatron.training.run.arguments import launch_config
+from megatron.training.run.arguments import ConfigurationError, launch_config, parse_config
 from tests.harness.launch_lines import GPT3_175B, SMALL
 
 # Of examples/deepseek for Megatron: what the model is made of.
@@ -37,18 +38,23 @@ FIRST = "model parameters ranks sharding pipeline memory batch training compute 
 
 
 @pytest.fixture
-def check(capsys, monkeypatch):
-    """check(words, columns of the terminal or 0 for a pipe): status, standard output, standard error."""
+def launched(capsys, monkeypatch):
+    """launched(words, columns of the terminal or 0 for a pipe): status, standard output, standard error."""
 
     def run(words, columns=80):
         monkeypatch.setattr(arguments, "on_terminal", lambda: columns > 0)
         monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as ended:
-            launch_config([*words, "--check-config"])
+            launch_config(words)
         printed = capsys.readouterr()
         return ended.value.code, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def check(launched):
+    return lambda words, columns=80: launched([*words, "--check-config"], columns)
 
 
 def entries(page):
@@ -64,13 +70,21 @@ def test_twelve_lines_come_first(check):
     assert list(told)[:12] == FIRST
     assert told["parameters"] == "174,615,846,912; at most 1,463,270,400 on a rank"
     assert told["ranks"] == "1,024 = tensor 8 x data 8 x pipeline 16"
-    assert told["memory"].startswith("23 GB a rank")
+    memory = re.fullmatch(
+        r"at most (\S+) GB a rank: (\S+) GB of weights, .* \+ (\S+) GB of .*", told["memory"]
+    )
+    total, rests, activations = map(float, memory.groups())
+    assert (round(rests), total) == (23, pytest.approx(rests + activations, abs=0.2))
+    assert "gathered weights" not in told["memory"], "nothing is gathered without sharded weights"
+    assert told["pipeline"].startswith("1f1b (forward, backward in turns), 16 ranks, 192 microbatches")
     assert told["batch"].startswith(
         "1,536 samples = 3,145,728 tokens a step: 8 replicas x 192 microbatches of 1"
     )
     assert told["training"] == "500,000 steps, 743,443,552 samples, 1,522,572,394,496 tokens"
     assert told["compute"] == "3.34 EFLOP a step, 3.26 PFLOP on each rank"
     assert told["checkpoints"] == "to /ckpt every 10,000 steps; from /ckpt"
+    assert page.splitlines()[-5].startswith(" not found: ")
+    assert "\n launch line  valid: no problems found; files are not found on this machine\n" in page
     assert "not found: --vocab-file vocab.json" in page, "nothing is dropped"
     assert page.splitlines()[-1].startswith(" --full shows all ")
     assert all(len(line) <= 80 for line in page.splitlines())
@@ -80,29 +94,142 @@ def test_the_smallest_line_of_one_rank(check):
     _, page, _ = check(SMALL, 140)
     told = entries(page)
     assert told["ranks"] == "1"
-    assert told["pipeline"].startswith("1f1b, 1 rank, ")
+    assert told["pipeline"].startswith("1f1b (forward, backward in turns), 1 rank, ")
+    assert "\n launch line  valid: no problems found\n --full shows" in page
     assert told["sharding"] == "no_shard: a rank holds all of its part of the model"
     assert told["checkpoints"] == "none"
     assert all(told[label] for label in FIRST)
 
 
-def test_problems_are_grouped_by_cause(check):
-    status, page, wrong = check(DEEPSEEK_V2_LITE)
+def test_what_is_left_out_of_the_memory(check):
+    words = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --world-size 2".split()
+    _, page, _ = check([*SMALL, *words], 200)
+    assert "not in it: gathered weights, buffers of transfers" in entries(page)["memory"]
+    _, page, _ = check([*SMALL, "--global-batch-size", "120000"], 200)
+    assert entries(page)["memory"].endswith("optimizer's state; activations are not estimated"), (
+        "too long a plan"
+    )
+
+
+@pytest.mark.parametrize(("columns", "checked"), [(80, True), (0, True), (80, False), (0, False)])
+def test_problems_are_grouped_by_cause(launched, columns, checked):
+    """The same of a plain launch and of --check-config, on a terminal and in a pipe."""
+    status, page, wrong = launched([*DEEPSEEK_V2_LITE, *["--check-config"] * checked], columns)
     assert status == 2
-    assert list(entries(page))[:12] == FIRST
-    _, _, each = check(DEEPSEEK_V2_LITE, 0)
-    number = len(re.findall(r"^ *\d+\. \[", each, re.MULTILINE))
-    causes = re.findall(r"^ *\d+\. \[", wrong, re.MULTILINE)
-    assert number > 20
-    assert len(causes) <= 5
-    assert wrong.startswith(f"configuration: {number} problems of {len(causes)} causes\n")
-    assert wrong.count("fix: ") == len(causes), "one line of what to do"
+    lines = wrong.splitlines()
+    assert max(map(len, lines)) <= columns or not columns
+    heading = re.fullmatch(r"configuration: (\d+) problems of (\d) causes", lines[0])
+    assert int(heading[1]) > 20
+    assert int(heading[2]) == wrong.count("     fix: ") == len(re.findall(r"^ +\d\. \[", wrong, re.MULTILINE))
     flat = re.sub(r"\s+", " ", wrong)
     assert "13 flags are not supported: --num-experts 64, --moe-layer-freq [0]+[1]*26, " in flat
     assert "9 flags are not supported: --multi-latent-attention, --kv-lora-rank 512, " in flat
     assert "see docs/roadmap.md, 'multi-latent attention'" in flat
-    named = set(re.findall(r"--[a-z0-9-]+", each))
-    assert named <= set(re.findall(r"--[a-z0-9-]+", flat)), "nothing is dropped"
+    with pytest.raises(ConfigurationError) as each:
+        parse_config([word for word in DEEPSEEK_V2_LITE if word not in ("--world-size", "64")])
+    for problem in each.value.problems:
+        if problem.rule == "not-supported":
+            assert problem.flags[0] in flat, "nothing is dropped"
+    if checked and columns:
+        assert list(entries(page))[:12] == FIRST
+        assert f" launch line  not valid: {heading[1]} problems, told below\n" in page
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant", "follows"),
+    [
+        ("--train-iter", "--train-iters", "the length of the run is not given"),
+        ("--learning-rate", "--lr", None),
+        ("-micro-batch-size", "--micro-batch-size", None),
+        ("--mock-dta", "--mock-data", "no training data is named"),
+    ],
+)
+def test_a_slip_is_one_cause_of_what_follows_from_it(launched, typed, meant, follows):
+    words = [typed if word == meant else word for word in SMALL]
+    assert words != SMALL
+    _, _, wrong = launched(words)
+    told = [
+        "configuration: 2 problems of 1 cause" if follows else "configuration: 1 problem",
+        f"  1. [unknown-flag] unknown flag {typed}",
+        f"     fix: did you mean {meant}?",
+        *([f"     follows from it: {follows}"] if follows else []),
+    ]
+    assert wrong.splitlines() == told
+
+
+def test_what_a_file_would_have_said_follows_from_its_absence(launched):
+    _, _, wrong = launched(["--yaml-cfg", "nowhere.yaml"], 0)
+    assert wrong.startswith("configuration: 4 problems of 1 cause\n  1. [yaml] nowhere.yaml cannot be read")
+    assert "is required" not in wrong
+
+
+def test_missing_flags_hide_no_wrong_ones(launched):
+    """Of all that can be judged without them; and neither do a trainer's own flags."""
+    slips = "--lr-decay-style cosin --bf16 --fp16 --tensor-model-parallel-size -1 --dropuot 0 --enable-zero-bubble"
+    _, _, wrong = launched(slips.split(), 0)
+    expected = [
+        "did you mean cosine?",
+        "--fp16 and --bf16 exclude each other",
+        "--tensor-model-parallel-size -1: must be at least 1",
+        "unknown flag --dropuot",
+        "--enable-zero-bubble (schedule zb-1p) needs --pipeline-model-parallel-size 2 or more",
+        "6 flags are required: --num-layers (decoder layers), --hidden-size (width h of the model), ",
+    ]
+    assert not [text for text in expected if text not in wrong]
+
+    def own_flags(parser):
+        parser.add_argument("--my-data", required=True)
+        parser.add_argument("--my-factor", type=float, choices=[1.0])
+        return parser
+
+    for words, fault in (
+        ([], "required: --my-data"),
+        (["--my-data", "x", "--my-factor", "y", "z"], "my-factor"),
+    ):
+        with pytest.raises(ConfigurationError) as refused:
+            parse_config([*slips.split(), *words], extra_args_provider=own_flags)
+        assert not [text for text in expected if text not in str(refused.value)]
+        assert fault in refused.value.problems[0].message
+        assert "unknown flag --my" not in str(refused.value)
+
+
+def test_one_fix_is_told_once_whatever_rules_ask_for_it(launched):
+    words = [
+        *SMALL,
+        "--tensor-model-parallel-size",
+        "3",
+        "--sequence-parallel",
+        "--swiglu",
+        "--geglu",
+        "--bf16",
+        "--fp16",
+    ]
+    _, _, wrong = launched(words, 0)
+    causes = re.findall(r"^ +\d\. \[(.*?)\]", wrong, re.MULTILINE)
+    assert causes[0] == "heads-tensor-parallel, ffn-tensor-parallel, sequence-tensor-parallel"
+    assert causes[1:] == ["world-size", "precision", "activation"], (
+        "`keep one of them` speaks of each rule's flags"
+    )
+    assert "fix: ask for a multiple of 3 ranks (torchrun --nproc-per-node N; " in wrong
+
+
+def test_scripts_are_named_as_the_process_was_called(launched, monkeypatch, capsys):
+    words = [word for word in SMALL if word != "--mock-data"]
+    assert "(made by python tools/preprocess_data.py)" in launched(words, 0)[2]
+    monkeypatch.setattr("sys.argv", ["megatron-zero train", *words])
+    assert "(made by megatron-zero data preprocess)" in launched(words, 0)[2]
+    report_failure(
+        ValueError("write it with tools/inspect_data.py --x"), {ValueError: ExitStatus.DATA}, rank=0
+    )
+    assert capsys.readouterr().err.endswith("write it with megatron-zero data inspect --x\n")
+
+
+def test_very_many_problems_are_counted():
+    same = [Problem("a", (), f"{n}", "mend") for n in range(MAX_SHOWN + 2)]
+    assert render_problems(same).count(";") == MAX_SHOWN
+    assert "; ... and 2 more\n" in render_problems(same)
+    other = [Problem("a", (), f"{n}", f"mend {n}") for n in range(MAX_SHOWN + 3)]
+    assert render_problems(other).endswith("\n     ... and 3 more")
 
 
 def test_readme_quotes_what_a_terminal_shows(check):
@@ -116,7 +243,7 @@ def test_readme_quotes_what_a_terminal_shows(check):
 
 
 def test_one_cause_of_one_problem():
-    told = render_causes([Problem("a-rule", ("--a",), "--a 1: wrong", "give 2")], 80)
+    told = render_problems([Problem("a-rule", ("--a",), "--a 1: wrong", "give 2")], 80)
     assert told == "configuration: 1 problem\n  1. [a-rule] --a 1: wrong\n     fix: give 2"
 
 

@@ -109,8 +109,8 @@ def test_help_lists_the_commands_without_torch(installed):
 
 def test_a_wrong_line_is_refused_before_torch_is_imported(installed):
     told = installed.run("megatron-zero", "train", "--num-layer", "2", status=2, torch=False)
-    assert "unknown flag --num-layer\n    fix: did you mean --num-layers?" in told
-    assert "[required-hidden-size]" in told
+    assert "unknown flag --num-layer\n     fix: did you mean --num-layers?" in told
+    assert "required: --hidden-size (width h of the model), " in told
     page = installed.run("megatron-zero", "train", status=2, torch=False)
     assert "\n  megatron-zero train --mock-data " in page
     assert "--nproc-per-node 2 --no-python" in page

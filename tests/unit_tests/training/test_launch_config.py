@@ -53,7 +53,7 @@ def test_a_bad_line_ends_with_status_2_and_no_traceback():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "did you mean --num-layers" in done.stderr
-    assert "[required-hidden-size]" in done.stderr
+    assert "5 flags are required: --hidden-size (width h of the model), " in done.stderr
 
 
 def test_under_a_launcher_only_local_rank_0_tells():

@@ -1,5 +1,7 @@
 """Seeded bad configurations: each refused by the right rule, naming flag and fix, several at once."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ BAD = [
     ("--no-position-embedding", "no-position-embedding"),
     ("--swiglu --squared-relu", "activation"),
     ("--use-flash-attn --attention-backend unfused", "attention-backend"),
-    ("--transformer-impl transformer_engine", "transformer-engine"),
+    ("--transformer-impl transformer_engine", "not-supported"),
     ("--transformer-impl inference_optimized", "not-supported"),
     ("--padded-vocab-size 200", "vocabulary"),
     ("--recompute-granularity full", "recompute"),
@@ -110,7 +112,9 @@ def test_bad_configurations_are_refused_by_their_rules(words, expected):
     for problem in problems:
         assert problem.flags
         assert problem.message
-        assert problem.fix
+        said, told = (set(re.findall(r"[\w-]+", text)) for text in (problem.message, problem.fix))
+        assert any(word.startswith("--") for word in told | said), "what to change is named"
+        assert len(told - said) >= len(told) / 2, f"the fix repeats the message: {problem}"
         assert any(
             flag in f"{problem.message} {problem.fix} {' '.join(problem.flags)}" for flag in words.split()
         )
@@ -265,7 +269,9 @@ def test_every_rule_names_flags_that_exist():
 
     for rule in RULES:
         assert rule.flags
-        assert rule.fix
+        assert rule.fix or rule.id in ("pipeline-layers", "distributed-optimizer-instances"), (
+            "conditions say theirs"
+        )
         assert set(rule.flags) <= set(spellings()), rule.id
 
 
@@ -274,9 +280,9 @@ def test_problems_are_printed_numbered_with_their_fix():
     assert text.splitlines() == [
         "configuration: 2 problems",
         "  1. [a] x is wrong",
-        "    fix: mend x",
+        "     fix: mend x",
         "  2. [b] y",
-        "    fix: mend y",
+        "     fix: mend y",
     ]
 
 

@@ -180,7 +180,7 @@ def test_conflicts_are_refused_at_once_in_words(ranks, words, expected, told):
 FIXES = [
     (2, f"{GIS} 1", "interleaving-chunks", "give --num-virtual-stages-per-pipeline-rank 2"),
     (2, "--pipeline-schedule interleaved", "interleaving-chunks", "give --num-virtual-stages-per-pipeline-rank 2"),
-    (1, ZB, "schedule-ranks", "use 2 pipeline ranks or more"),
+    (1, ZB, "schedule-ranks", "raise it, or use --pipeline-schedule gpipe, 1f1b or auto"),
     (2, f"{ZB} --num-layers 4 {VPP} 2", "pipeline-schedule", "leave the flags of chunks out"),
     (2, "--post-validation-rollback inverse", "post-validation-settings", "give --enable-optimizer-post-validation"),
     (2, f"{FILE} nowhere.json", "pipeline-schedule-file", "name a plan in JSON"),

@@ -221,7 +221,7 @@ def _by_layout(config: ModelParallelConfig, num_layers: int) -> list[int]:
     try:
         layout = expand_layout(shown or "")
     except ListExpressionError as error:
-        raise StageLayersError(f"{LAYOUT}: {error}; expected something like Et*2|(tt|)*5t|tL") from None
+        raise StageLayersError(f"{LAYOUT}: {error}; write something like Et*2|(tt|)*5t|tL") from None
     symbols, wrong = "".join(layout), None
     layers, once = symbols.count("t"), symbols.count("E") == 1 == symbols.count("L")
     if "m" in symbols:
@@ -232,7 +232,7 @@ def _by_layout(config: ModelParallelConfig, num_layers: int) -> list[int]:
     elif layers != num_layers:
         wrong = f" holds {layers} layers, --num-layers asks for {num_layers}; make them agree"
     elif not once or not layout[0].startswith("E") or not layout[-1].endswith("L"):
-        wrong = ": write E once, at the start of the first stage, and L once, at the end of the last"
+        wrong = " misplaces E or L; write E once, at the start of the first stage, and L once, at the end of the last"
     elif len(layout) % ranks:
         wrong = (
             f" has {len(layout)} stages, no multiple of --pipeline-model-parallel-size {ranks}; change the number of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
@@ -27,6 +28,20 @@ def bubble_rate(spec: ScheduleSpec, num_microbatches: int | None) -> float | Non
         return max(0.0, found.bubble_rate)  # of rounding
     except PlanError:
         return None
+
+
+def activation_bytes(
+    spec: ScheduleSpec, num_microbatches: int | None, costs: CostModel
+) -> tuple[float, ...] | None:
+    """The most that each pipeline rank holds of activations in a step. costs: of the stages, in bytes. None where it is
+    not known, as for the bubble."""
+    if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
+        return None
+    try:
+        rows = order_within_limits(spec, num_microbatches).rows
+    except PlanError:
+        return None
+    return tuple(peak_activation(rank, row, costs) for rank, row in enumerate(rows))
 
 
 def bound_line(schedule: str, request: Request, simulation: Simulation) -> str | None:

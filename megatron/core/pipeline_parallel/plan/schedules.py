@@ -32,7 +32,7 @@ class Schedule:
     chunks: on each rank, where nothing says how many. group_size: the field of ModelParallelConfig that says how many
     microbatches a chunk takes in turn (by default as many as there are ranks). whole_group: a step has as many at
     least. microbatches_a_rank: a step has so many a pipeline rank at least. alone: it runs on one rank too. like: under
-    the same memory limits it comes to what this one comes to.
+    the same memory limits it comes to what this one comes to. about: what it is, in a few words.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Schedule:
     microbatches_a_rank: int = 0
     alone: bool = False
     like: str | None = None
+    about: str = ""
 
     def placed(self, num_ranks: int, num_chunks: int | None = None) -> Placement:
         """Its stages on so many ranks. num_chunks: None = its own; a linear placement has one."""
@@ -62,8 +63,8 @@ class Schedule:
 SCHEDULES: Mapping[str, Schedule] = {
     one.name: one
     for one in (
-        Schedule("gpipe", LINEAR, gpipe, splits=False, alone=True),
-        Schedule("1f1b", LINEAR, one_f_one_b, splits=False, alone=True),
+        Schedule("gpipe", LINEAR, gpipe, splits=False, alone=True, about="all forwards, then all backwards"),
+        Schedule("1f1b", LINEAR, one_f_one_b, splits=False, alone=True, about="forward, backward in turns"),
         Schedule(
             "interleaved",
             LOOPED,
@@ -72,17 +73,31 @@ SCHEDULES: Mapping[str, Schedule] = {
             chunks=2,
             group_size="microbatch_group_size_per_vp_stage",
             whole_group=True,
+            about="1f1b over several chunks a rank",
         ),
-        Schedule("gis", LOOPED, grouped, chunks=2, group_size="interleave_group_size"),
-        Schedule("zb-h1", LINEAR, zb_h1),
-        Schedule("zb-h2", LINEAR, zb_h2),
-        Schedule("zb-1p", LINEAR, zb_1p, searched=True),
-        Schedule("zb-2p", LINEAR, zb_2p, searched=True, like="zb-1p"),
-        Schedule("zbv", V_SHAPED, zbv, searched=True, chunks=2),
-        Schedule("v-half", V_SHAPED, v_half, searched=True, chunks=2, like="zbv"),
-        Schedule("v-min", V_SHAPED, v_min, searched=True, chunks=2, like="zbv"),
-        Schedule("1f1b-v", V_SHAPED, one_f_one_b_v, splits=False, chunks=2),
-        Schedule("dualpipe-v", V_SHAPED, dualpipe_v, chunks=2, microbatches_a_rank=2),
+        Schedule(
+            "gis",
+            LOOPED,
+            grouped,
+            chunks=2,
+            group_size="interleave_group_size",
+            about="1f1b's memory, over several chunks",
+        ),
+        Schedule("zb-h1", LINEAR, zb_h1, about="1f1b that puts weight gradients off"),
+        Schedule("zb-h2", LINEAR, zb_h2, about="zb-h1 in twice the memory, without a bubble"),
+        Schedule("zb-1p", LINEAR, zb_1p, searched=True, about="zero-bubble in 1f1b's memory"),
+        Schedule(
+            "zb-2p", LINEAR, zb_2p, searched=True, like="zb-1p", about="zero-bubble in twice 1f1b's memory"
+        ),
+        Schedule("zbv", V_SHAPED, zbv, searched=True, chunks=2, about="zero-bubble on a V of two chunks"),
+        Schedule(
+            "v-half", V_SHAPED, v_half, searched=True, chunks=2, like="zbv", about="zbv in half the memory"
+        ),
+        Schedule("v-min", V_SHAPED, v_min, searched=True, chunks=2, like="zbv", about="zbv in a third of it"),
+        Schedule("1f1b-v", V_SHAPED, one_f_one_b_v, splits=False, chunks=2, about="1f1b on a V"),
+        Schedule(
+            "dualpipe-v", V_SHAPED, dualpipe_v, chunks=2, microbatches_a_rank=2, about="DualPipe on a V"
+        ),
     )
 }
 
