@@ -155,11 +155,11 @@ def test_v_schedules_beat_1f1b_on_profiled_times(name):
 
 
 def test_bubble_shrinks_as_memory_grows_between_v_min_and_zbv():
-    p, m = 8, 24
+    p, m = 6, 18
     costs = costs_of("zbv", p, EQUAL)
-    costs_by_limit = [check("zbv", p, m, costs, (half / 2,) * p).cost for half in range(8, 17)]
+    costs_by_limit = [check("zbv", p, m, costs, (half / 2,) * p).cost for half in range(6, 13)]
     assert all(b <= a + 1e-9 for a, b in itertools.pairwise(costs_by_limit))
-    assert costs_by_limit[0] > costs_by_limit[4] > costs_by_limit[-1]
+    assert costs_by_limit[0] > costs_by_limit[3] > costs_by_limit[-1]
     assert costs_by_limit[-1] == pytest.approx(3 * m)
 
 
@@ -181,7 +181,7 @@ def test_the_least_memory_does_and_less_is_refused(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_limits_in_bytes_give_the_plan_of_limits_in_units(name):
-    p, m, size = 4, 9, 3 * 2**28
+    p, m, size = 4, 6, 3 * 2**28
     costs = costs_of(name, p, PROFILE)
     in_bytes = CostModel(
         costs.f,
