@@ -93,7 +93,15 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule(
             "v-half", V_SHAPED, v_half, searched=True, chunks=2, like="zbv", about="zbv in half the memory"
         ),
-        Schedule("v-min", V_SHAPED, v_min, searched=True, chunks=2, like="zbv", about="zbv in a third of it"),
+        Schedule(
+            "v-min",
+            V_SHAPED,
+            v_min,
+            searched=True,
+            chunks=2,
+            like="zbv",
+            about="zbv in a third of the memory",
+        ),
         Schedule("1f1b-v", V_SHAPED, one_f_one_b_v, splits=False, chunks=2, about="1f1b on a V"),
         Schedule(
             "dualpipe-v", V_SHAPED, dualpipe_v, chunks=2, microbatches_a_rank=2, about="DualPipe on a V"
