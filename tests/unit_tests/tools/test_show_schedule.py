@@ -11,13 +11,14 @@ import pytest
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.text import from_json
+from tests.harness.scripts import run_script
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"
 SMALL = ("--schedule", "1f1b", "--stages", 3, "--microbatches", 4)
 
 
 def run(*words):
-    return subprocess.run([sys.executable, str(TOOL), *map(str, words)], capture_output=True, text=True)
+    return run_script("tools/show_schedule.py", *words)
 
 
 def output(*words):
