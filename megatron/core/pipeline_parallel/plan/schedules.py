@@ -81,7 +81,7 @@ SCHEDULES: Mapping[str, Schedule] = {
             grouped,
             chunks=2,
             group_size="interleave_group_size",
-            about="1f1b's memory, over several chunks",
+            about="interleaving in groups, about 1f1b's memory",
         ),
         Schedule("zb-h1", LINEAR, zb_h1, about="1f1b that puts weight gradients off"),
         Schedule("zb-h2", LINEAR, zb_h2, about="zb-h1 in twice the memory, without a bubble"),
