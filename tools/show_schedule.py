@@ -99,17 +99,22 @@ COMPARED = ("text", "json", "table", "html", "svg")
 # Plans -------------------------------------------------------------------------------------------------
 
 
+def run_playground(args: argparse.Namespace) -> str:
+    """The page of `--playground`, which takes no other flag."""
+    alone = argparse.Namespace(words=args.words, model_words=[])  # as main sets them
+    if args != parser(None, [*FORMATS, "table", "html"]).parse_args(
+        [f"--playground={args.playground}"], alone
+    ):
+        raise PlanError(
+            "--playground writes a page that asks for everything itself: leave the other flags out"
+        )
+    return f"wrote {write(args.playground, playground(), '--playground')}\n"
+
+
 def run(args: argparse.Namespace) -> str:
     """What to print. Raises PlanError for what cannot be planned or does not fit."""
     if args.playground is not None:
-        alone = argparse.Namespace(words=args.words, model_words=[])  # as main sets them
-        if args != parser(None, [*FORMATS, "table", "html"]).parse_args(
-            [f"--playground={args.playground}"], alone
-        ):
-            raise PlanError(
-                "--playground writes a page that asks for everything itself: leave the other flags out"
-            )
-        return f"wrote {write(args.playground, playground(), '--playground')}\n"
+        return run_playground(args)
     if args.rank_memory_limit is not None:
         from tools.schedules import budget  # with all that the trainer knows of flags
 

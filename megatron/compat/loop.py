@@ -163,7 +163,15 @@ class DataParallelModel(nn.Module):
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
         """For `dist_checkpointing.save` and `load`. Communicates over dp, where the optimizer is sharded."""
         self.engine.settle_weights()
-        return ShardedStateDict(self.state_dict(prefix=prefix), weight_pieces(self.engine.buffer))
+        pieces = weight_pieces(self.engine.buffer)
+        return ShardedStateDict(self.state_dict(prefix=prefix), pieces, self.weights_loaded)
+
+    def weights_loaded(self, *, with_main_weights: bool = False) -> None:
+        """The module's weights have been filled: what is made of them follows. Communicates over dp where the
+        optimizer is sharded."""
+        if not with_main_weights:
+            self.engine.buffer.copy_weights_to_main()
+        self.engine.weights_changed()
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Times this factor, before or after `finish_grad_sync`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -117,11 +117,17 @@ def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
 
 
 class ShardedStateDict(dict[str, Tensor]):
-    """A model's parameters by name. pieces: as checkpoints know what parts of them this rank holds."""
+    """A model's parameters by name. pieces: as checkpoints know what parts of them this rank holds. loaded: is called
+    when these have been filled."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], pieces: list[LocalPiece]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        pieces: list[LocalPiece],
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(parameters)
-        self.pieces = pieces
+        self.pieces, self.loaded = pieces, loaded
 
 
 class GPTModelOfSpec(gpt.GPTModel):

@@ -118,7 +118,7 @@ def save_checkpoint(
     common = {
         "iteration": iteration,
         "config": global_vars.get_config().flat(),
-        "steps_trained": max(context_of(one).iteration for one in model),
+        "steps_trained": max((context_of(one).iteration for one in model), default=0),
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
         "scheduler": opt_param_scheduler and opt_param_scheduler.state_dict(),
         **({} if optimizer is None else optimizer.state_dict()),
@@ -135,10 +135,9 @@ def load_checkpoint(
     restored = _checkpointer(optimizer).load(*pieces, config=config)
     if restored is None:
         return 0, 0.0
-    for engine in (one.engine for one in model if isinstance(one, DataParallelModel)):
-        if not restored.optimizer:
-            engine.buffer.copy_weights_to_main()
-        engine.weights_changed()
+    for one in model:
+        if isinstance(one, DataParallelModel):
+            one.weights_loaded(with_main_weights=bool(restored.optimizer))
     if not restored.resumed:
         return 0, 0.0
     for one in model:
@@ -165,9 +164,9 @@ def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], lis
 def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> None:
     """`dist_checkpointing.save` of a model's `sharded_state_dict()`, or of a dict of it and JSON values; any layout can
     load it. Communicates over the world. Raises CheckpointError; ValueError for other values and for strategies."""
-    pieces, values = _split(sharded_state_dict, *strategies, **named)
+    model, values = _split(sharded_state_dict, *strategies, **named)
     try:
-        save_pieces(checkpoint_dir, 0, pieces, {"values": values}, {}, current())
+        save_pieces(checkpoint_dir, 0, model.pieces, {"values": values}, {}, current())
     except TypeError as error:
         raise ValueError(f"dist_checkpointing.save, of {sorted(values)}: {error}; vars(args) is") from error
 
@@ -175,16 +174,17 @@ def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named
 def load(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named: Any) -> Any:
     """`dist_checkpointing.load`, of what `save` takes: the model's tensors are filled in place, values are the saved
     ones. Communicates over the world. Raises as `save`."""
-    pieces, _ = _split(sharded_state_dict, *strategies, **named)
+    model, _ = _split(sharded_state_dict, *strategies, **named)
     if (found := find(checkpoint_dir, current()).found) is None:
         raise CheckpointError(f"{checkpoint_dir}: no checkpoint that dist_checkpointing.save has written")
-    load_pieces(found, pieces, current())
+    load_pieces(found, model.pieces, current())
+    model.loaded()
     sharded_state_dict.update(found.manifest.common.get("values", {}))
     return sharded_state_dict
 
 
-def _split(given: Any, *strategies: Any, **named: Any) -> tuple[list[LocalPiece], dict[str, Any]]:
-    """The model's pieces, and what else is in the dict."""
+def _split(given: Any, *strategies: Any, **named: Any) -> tuple[ShardedStateDict, dict[str, Any]]:
+    """The model's, and what else is in the dict."""
     state = {"model": given} if isinstance(given, ShardedStateDict) else given
     named.pop("validate_access_integrity", None)  # always so
     models = [one for one in state.values() if isinstance(one, ShardedStateDict)]
@@ -192,4 +192,4 @@ def _split(given: Any, *strategies: Any, **named: Any) -> tuple[list[LocalPiece]
         raise ValueError(
             "dist_checkpointing: sharded_state_dict() of one model, no strategies, nothing async"
         )
-    return models[0].pieces, {name: one for name, one in state.items() if one is not models[0]}
+    return models[0], {name: one for name, one in state.items() if one is not models[0]}

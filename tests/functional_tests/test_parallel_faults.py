@@ -38,7 +38,7 @@ def faulty(folder, flags, ranks=2):
         (f"{CHUNKS} --rampup-batch-size 2 2 16 --train-samples 64", ["--rampup-batch-size", "fewer than the 2"]),
         (f"{TP2} --num-attention-heads 5 --hidden-size 40",
          ["--num-attention-heads 5 is not divisible by --tensor-model-parallel-size 2",
-          "choose a tensor parallel size that divides the heads"]),
+          "change --tensor-model-parallel-size"]),
         (f"{TP2} --padded-vocab-size 129",
          ["--padded-vocab-size 129 is not divisible by --tensor-model-parallel-size 2",
           "leave --padded-vocab-size out"]),

@@ -83,13 +83,15 @@ class RunRecord:
         return [value for _, value in self.curves.get(tag, ()) if math.isfinite(value)]
 
     def last_mean(self, tag: str, until: float = math.inf) -> tuple[float, int, int]:
-        """Mean of what is finite over the last --log-interval, as the console's last line has it, and from which
+        """Mean of what is finite over the last --log-interval, as the console's lines have it, and from which
         iteration to which; NaN where nothing is finite. until: an iteration."""
         points = [(at, y) for at, y in self.curves.get(tag, ()) if at <= until and math.isfinite(y)]
         if not points:
             return math.nan, 0, 0
         last = max(at for at, _ in points)
-        first = max(last - at_least_1(self.config.get("log_interval")), 0) + 1
+        # A record is a mean since the one before it.
+        interval = max(at_least_1(self.config.get(f"{name}log_interval")) for name in ("", "tensorboard_"))
+        first = max(last - interval, 0) + 1
         values = [y for at, y in points if at >= first]
         return sum(values) / len(values), first, last
 

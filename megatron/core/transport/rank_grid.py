@@ -177,9 +177,10 @@ PURPOSES = (
 def check_instances(grid: RankGrid, instances: int) -> None:
     """Raises RankGridError when `instances` does not divide the data parallel size."""
     if instances < 1 or grid.dp % instances:
+        numbers = ", ".join(str(n) for n in range(1, grid.dp + 1) if grid.dp % n == 0)
         raise RankGridError(
             f"--num-distributed-optimizer-instances {instances} does not divide the data parallel size "
-            f"{grid.dp}; choose one of {[n for n in range(1, grid.dp + 1) if grid.dp % n == 0]}"
+            f"{grid.dp}; choose of {numbers}"
         )
 
 

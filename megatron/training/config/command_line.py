@@ -30,7 +30,7 @@ GROUP_TITLES: Mapping[str, str] = {
     "reliability": "reliability",
 }
 MAX_FLAGS = 4096  # on one line; argparse looks through all of them for each
-_NEGATIVE_NUMBER = re.compile(r"-\.?\d.*")
+_NEGATIVE_NUMBER = re.compile(r"-(\.?\d.*|inf|nan)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +234,8 @@ def _parsed(
         group.required = False
     for action in parser._actions:
         action.required = False
+        if not isinstance(action, _Record):
+            action.type = action.choices = None
         for spelled in () if isinstance(action, _Record) else action.option_strings:
             parser._option_string_actions[spelled] = argparse._StoreAction([spelled], action.dest, nargs="*")
     return parser.parse_known_args(words, namespace)
@@ -299,7 +301,8 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[
             line.set(entry.name, values.convert_words(entry, words), "flag")
     except ValueError as error:
         near = closest_name(words[0], entry.kind.choices) if entry.field is not None and words else None
-        fix = f"did you mean {near}?" if near else "leave the value out" if switch else "mend the value"
+        kind = "give one of them" if entry.kind.choices else "give a value of this kind"
+        fix = f"did you mean {near}?" if near else "leave the value out" if switch else kind
         line.problems.append(_value_problem(entry, spelling, spelling, error, fix))
 
 

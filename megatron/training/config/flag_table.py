@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
@@ -95,7 +96,7 @@ class FlagEntry:
         planned = self.why.removeprefix("roadmap: ")
         if planned == self.why:
             return self.why
-        return f"leave it out for now; planned, see docs/roadmap.md, {planned!r}"
+        return f"leave out for now; planned, see docs/roadmap.md, {planned!r}"
 
     def asks_for_nothing(self, words: tuple[str, ...]) -> bool:
         """Whether these words after an unsupported flag switch nothing on."""
@@ -185,6 +186,9 @@ def closest_flags(flag: str, extra: tuple[str, ...] = (), count: int = 3) -> tup
     implemented = FlagState.IMPLEMENTED
     behind.sort(key=lambda one: (one[0], known.get(one[1], implemented) is not implemented))
     if not behind:
-        words, fields = flag.strip("-").split("-"), (e for e in flag_table().values() if e.field is not None)
+        words, fields = (
+            re.split("[-_]", flag.strip("-")),
+            (e for e in flag_table().values() if e.field is not None),
+        )
         return tuple(entry.spelling for entry in fields if entry.info.help.split()[1:] == words)[:1]
     return tuple(spelled for likeness, spelled in behind[:count] if likeness <= behind[0][0] + _AS_NEAR)

@@ -88,7 +88,9 @@ def render_problems(problems: Iterable[Problem], width: int | None = None) -> st
     of = f" of {counted(len(causes), 'cause')}" if len(causes) < len(told) else ""
     lines = [f"configuration: {counted(len(told), 'problem')}{of}"]
     for n, cause in enumerate(causes[:MAX_SHOWN], 1):
-        rules = dict.fromkeys("required" if REQUIRED in p.message else p.rule for p in cause.problems)
+        rules = dict.fromkeys(
+            "required" if p.rule.startswith("required-") else p.rule for p in cause.problems
+        )
         texts = [f"{n:3d}. [{', '.join(rules)}] {_together(cause.problems)}", f"     fix: {cause.fix}"]
         texts += [f"     follows from it: {_together(cause.follows)}"] if cause.follows else []
         for text in texts:

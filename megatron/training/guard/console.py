@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 STREAMS = {1: "stdout", 2: "stderr"}
 _MOST_EARLY = 1 << 20  # bytes
+_NARROWEST = 20  # characters: lines are not broken into less
 _ERASE_BELOW, _UP = b"\x1b[J", b"\x1b[A\r"
 
 
@@ -171,14 +172,14 @@ def lost_output() -> list[str]:
     return [f"{STREAMS[file.fd]}: {file.lost}" for file in _FILES.values() if file.lost is not None]
 
 
-def on_terminal() -> bool:
-    """Whether standard output is read by a person, on a terminal on which a line can be written over."""
-    return isinstance(sys.stdout, ConsoleStream) and _FILES[1].isatty() and not terminal_is_dumb()
+def on_terminal(fd: int = 1) -> bool:
+    """Whether standard output (fd 2: error) is read by a person, on a terminal on which a line can be written over."""
+    return isinstance(sys.stdout, ConsoleStream) and _FILES[fd].isatty() and not terminal_is_dumb()
 
 
 def terminal_width() -> int:
     """In characters, as COLUMNS or the terminal says."""
-    return shutil.get_terminal_size().columns
+    return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
 def say(text: object, brief: str | None = None) -> None:

@@ -69,7 +69,7 @@ def brief_duration(seconds: float) -> str:
     hours = seconds / 3600
     if hours < 9.99:
         return format_duration(seconds)
-    return f"{hours:.1f} h" if hours < 99.9 else f"{hours / 24:.1f} d"
+    return f"{hours:.1f} h" if hours < 99.9 else f"{hours / 24:.{1 if hours < 23_990 else 0}f} d"
 
 
 def format_age(seconds: float | None) -> str:
@@ -148,7 +148,7 @@ class ProgressLine:
             fields = " | ".join([*self._figures, left, saved])
             print(f" progress: {share:6.1%} | step {steps} | {fields}", file=self._stream, flush=True)
         else:
-            steps, left = f"{self._iteration:,}/{self._total:,}", f"ETA {self.eta() or 'n/a'}"
+            steps, left = f"{self._iteration:,}/{self._total:,}", f"ETA {self.eta() or '-'}"
             texts = (f"{share:.1%}", steps, *self._figures, left, "" if age_s is None else saved)
             columns = list(zip((0, 1, 4, 5, 2, 3), texts, strict=True))
             width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"

@@ -52,7 +52,9 @@ def _columns(record: IterationRecord, has: Collection[str], wide: bool) -> list[
         (3, f"{_pace(record.tokens_per_s)} {'tokens/s' if wide else 'tok/s'}"),
     ]
     if "throughput_tflops" in has:
-        columns.append((7, f"{scaled(1e12 * (record.throughput_tflops or 0.0), 'FLOP/s'):>12} a rank"))
+        rate = record.throughput_tflops
+        told = _NONE if rate is None else scaled(1e12 * rate, "FLOP/s")
+        columns.append((7, f"{told:>12} a rank"))
     held = None if record.memory_bytes is None else record.memory_bytes / 1e9
     columns.append((5, f"{'memory' if wide else 'mem'} {_number(held, 5, 2)} GB"))
     if "bubbles" in has:
@@ -69,7 +71,7 @@ def _number(value: float | None, width: int, places: int) -> str:
     if value is None or not math.isfinite(value):
         return f"{_NONE if value is None else value:>{width}}"
     texts = [f"{value:{width},.{count}f}" for count in range(places, -1, -1)]
-    return next((text for text in texts if len(text) <= width), f"{value:.0e}")
+    return next((text for text in texts if len(text) <= width), f"{value:>{width}.0e}")
 
 
 def _pace(per_s: float | None) -> str:

@@ -142,7 +142,7 @@ def _refuse(
     problems: Sequence[Problem], env: LaunchEnv, words: Sequence[str], save: str | None = None
 ) -> SystemExit:
     """The exception that ends the process, after local rank 0 has told why."""
-    width = _columns()
+    width = _columns(2)
     if width is not None and env.error_file is not None:
         width -= _INDENT
     _speak(render_problems(problems, width), env, ExitStatus.CONFIGURATION)
@@ -150,9 +150,9 @@ def _refuse(
     return SystemExit(int(ExitStatus.CONFIGURATION))
 
 
-def _columns() -> int | None:
-    """Of the terminal on which a text is read; None: elsewhere lines may be long."""
-    return terminal_width() if on_terminal() else None
+def _columns(fd: int) -> int | None:
+    """Of the terminal on which standard output (1) or error (2) is read; None: elsewhere lines may be long."""
+    return terminal_width() if on_terminal(fd) else None
 
 
 def _speak(text: str, env: LaunchEnv, status: ExitStatus) -> None:
@@ -245,7 +245,7 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
     """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full."""
     if env.local_rank != 0:
         return
-    report, width, full = build_report(config, problems), _columns(), config.training.full
+    report, width, full = build_report(config, problems), _columns(1), config.training.full
     if config.training.json:
         told, problems = render_json(report), ()
     else:
@@ -254,7 +254,7 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
     sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
     if problems:
-        print(render_problems(problems, width), file=sys.stderr, flush=True)
+        print(render_problems(problems, _columns(2)), file=sys.stderr, flush=True)
 
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:

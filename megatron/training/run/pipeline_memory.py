@@ -26,7 +26,8 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     spec, parallel = config.schedule_spec, config.parallel
     speeds = parallel.achieved_tflops, parallel.dp_bandwidth_gb_per_s
     candidates = reason_lines(spec, parallel.rank_memory_limit, *speeds)
-    tell(*candidates, brief=f" > pipeline: {spec.schedule} was chosen; every candidate is in the log file")
+    by = "" if parallel.rank_memory_limit is None else " under --rank-memory-limit"
+    tell(*candidates, brief=f" > plan chosen{by}: {spec.schedule}; every candidate is in the log file")
     if config.staged_model.asks_device(spec):
         total = session.device.total_bytes()
         if total is not None:

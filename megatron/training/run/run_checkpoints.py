@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ class RunCheckpoints:
 
     def _log(self, text: str) -> None:
         """On a terminal without the place in the grid, which is rank 0's in every line, and names of files."""
-        brief = " ".join(text.partition(" [ t ")[0].split()).removesuffix(" in torch_dist format")
+        told = text.partition(" [ t ")[0].strip().removesuffix(" in torch_dist format")
+        brief = re.sub("iteration +", "iteration ", told)
         self._session.print_rank_0(text, brief=brief.replace(f": no {TRACKER_NAME}, no iter_*", ""))
 
     # --- at the start

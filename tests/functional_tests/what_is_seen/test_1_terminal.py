@@ -167,7 +167,7 @@ def test_the_refusal_is_the_last_thing_under_torchrun():
         "    1. [unknown-flag] unknown flag --hidden-sizee",
         "       fix: did you mean --hidden-size?",
         "    2. [not-supported] --num-experts 8 is not supported",
-        "       fix: leave it out for now; planned, see docs/roadmap.md, 'mixture of experts'",
+        "       fix: leave out for now; planned, see docs/roadmap.md, 'mixture of experts'",
     ]
     assert lines[-6:-1] == expected, run.output
     assert set(lines[-1]) == {"="}, "torchrun's own last line"

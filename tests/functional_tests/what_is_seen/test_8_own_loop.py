@@ -304,6 +304,22 @@ def test_methods_of_the_wrapper():
         get_megatron_optimizer(config, [model], scale_lr_cond=lambda *_: True)
 
 
+def test_main_weights_follow_what_a_checkpoint_loads(tmp_path):
+    groups()
+    module = torch.nn.Linear(2, 2).bfloat16()
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), module)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.0, bf16=True), [model])
+    saved = module.weight.detach().clone()
+    save(model.sharded_state_dict(), str(tmp_path / "saved"))
+    model.load_state_dict({name: torch.full_like(one, 7.0) for name, one in module.state_dict().items()})
+    load(model.sharded_state_dict(), str(tmp_path / "saved"))
+    model.zero_grad_buffer()
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    assert torch.equal(module.weight, saved)
+
+
 def test_checkpoints_of_a_model_beside_other_values(tmp_path):
     model = build()
     saved = {name: one.detach().clone() for name, one in model.named_parameters()}

@@ -231,6 +231,13 @@ def test_user_flags_that_clash_or_fail_are_told():
     with pytest.raises(ConfigurationError, match="did you mean --my-factor"):
         parse_config([*SMALL, "--my-facto", "1"], extra_args_provider=add_own_flags)
 
+    def with_a_positional(parser):
+        parser.add_argument("count", type=int, nargs="?")
+        return parser
+
+    with pytest.raises(ConfigurationError, match="invalid int value"):
+        parse_config(["many", *SMALL], extra_args_provider=with_a_positional)
+
 
 def test_args_defaults_lie_below_everything():
     defaults = {"tokenizer_type": "GPT2BPETokenizer", "lr": 5.0, "num_workers": 0, "my_factor": 9.0}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.guard.console import guard_console, wrapped
+from megatron.training.guard.console import guard_console, terminal_width, wrapped
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -60,6 +60,11 @@ def test_a_terminal_breaks_lines_between_words(width):
     assert " ".join(row.strip() for row in rows) == words.strip()
     assert {row[: len(row) - len(row.lstrip())] for row in rows[1:]} == {"    "}
     assert wrapped("  as  it is\n", 20) == "  as  it is\n"
+
+
+def test_a_terminal_of_one_column_ends_no_run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1")
+    assert wrapped("two words\n" * 3, terminal_width())
 
 
 def test_both_dead():

@@ -15,6 +15,7 @@ from megatron.core.list_expression import ListExpressionError, expand_layout
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.spec import StageSpec as StageSpec
+from megatron.core.words import counted
 
 MAX_LAYERS, MAX_STAGES = int(LAYERS.most), int(STAGES.most)
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -180,8 +181,8 @@ def _uneven_ends(config: ModelParallelConfig, num_layers: int, chunks: int, kind
         raise StageLayersError(f"{told} with {ranks} pipeline rank: one rank is both; give one of the two")
     if left < 0 or (left if between == 0 else left % between):
         raise StageLayersError(
-            f"--num-layers {num_layers} with {told} leaves {left} layers for {between} pipeline ranks; choose numbers "
-            f"that come out even, or use {LAYOUT}"
+            f"--num-layers {num_layers} with {told} leaves {left} layers for "
+            f"{counted(between, 'more pipeline rank')}; choose numbers that come out even, or use {LAYOUT}"
         )
     on_ranks = [left // between] * between if between else []
     on_ranks[:0] = [given[_ENDS[0]]] if _ENDS[0] in given else []
@@ -211,7 +212,7 @@ def _uneven_ends(config: ModelParallelConfig, num_layers: int, chunks: int, kind
 def _stages_text(ranks: int, chunks: int) -> str:
     if chunks == 1:
         return f"--pipeline-model-parallel-size {ranks}"
-    return f"{ranks} pipeline ranks x {chunks} chunks"
+    return f"{counted(ranks, 'pipeline rank')} x {counted(chunks, 'chunk')}"
 
 
 def _by_layout(config: ModelParallelConfig, num_layers: int) -> list[int]:
