@@ -49,7 +49,7 @@ class World:
             ps=ps,
             gather=self.gather,
             watchdog=SimpleNamespace(phase=lambda _name: contextlib.nullcontext()),
-            print_rank_0=lambda _text, **_: None,
+            print_rank_0=lambda *_, **__: None,
         )
         engine = SimpleNamespace(chunks=[])
         self.profiler, self.plan_changes, self.residencies = self, 0, {}
