@@ -180,7 +180,7 @@ def check_instances(grid: RankGrid, instances: int) -> None:
         numbers = ", ".join(str(n) for n in range(1, grid.dp + 1) if grid.dp % n == 0)
         raise RankGridError(
             f"--num-distributed-optimizer-instances {instances} does not divide the data parallel size "
-            f"{grid.dp}; choose of {numbers}"
+            f"{grid.dp}; choose one of {numbers}"
         )
 
 

@@ -300,8 +300,9 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[
         else:
             line.set(entry.name, values.convert_words(entry, words), "flag")
     except ValueError as error:
-        near = closest_name(words[0], entry.kind.choices) if entry.field is not None and words else None
-        kind = "give one of them" if entry.kind.choices else "give a value of this kind"
+        choices = None if entry.field is None else entry.kind.choices
+        near = closest_name(words[0], choices) if choices and words else None
+        kind = "give one of them" if choices else "give a value of this kind"
         fix = f"did you mean {near}?" if near else "leave the value out" if switch else kind
         line.problems.append(_value_problem(entry, spelling, spelling, error, fix))
 

@@ -75,8 +75,6 @@ def schedule_flag(c: RuleContext) -> str:
 def layers_fault(c: RuleContext) -> str | None:
     beyond = (c.num_layers or 0) > MAX_LAYERS or c.pipeline_model_parallel_size > MAX_STAGES
     sizes = [getattr(c, name) for name in _SIZES.split()]
-    chunks = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
-    beyond = beyond or (needs_ranks(c) and not any(map(c.given, chunks)))
     if c.num_layers is None or beyond or any(size is not None and size < 1 for size in sizes):
         return None  # has a rule of its own
     return refusal(lambda: _num_stages(c), StageLayersError)

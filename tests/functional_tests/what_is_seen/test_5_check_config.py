@@ -42,7 +42,7 @@ def launched(capsys, monkeypatch):
     """launched(words, columns of the terminal or 0 for a pipe): status, standard output, standard error."""
 
     def run(words, columns=80):
-        monkeypatch.setattr(arguments, "on_terminal", lambda: columns > 0)
+        monkeypatch.setattr(arguments, "on_terminal", lambda fd=1: columns > 0)
         monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as ended:
             launch_config(words)

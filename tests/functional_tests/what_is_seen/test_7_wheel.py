@@ -125,7 +125,7 @@ def test_each_command_works_from_an_empty_folder(installed):
     shown = installed.run(
         zero, "schedule", "--schedule", "zbv", "--stages", "2", "--microbatches", "4", torch=False
     )
-    assert shown.startswith("zbv: 2 stages x 2 chunks")
+    assert shown.startswith("zbv: 2 ranks x 2 chunks")
     (installed.folder / "my.txt").write_text("what is it that we say here? " * 60)
     made = "data preprocess --input my.txt --output-prefix my --append-eod --tokenizer-type ByteTokenizer"
     assert "1 documents" in installed.run(zero, *made.split(), torch=False)

@@ -64,7 +64,7 @@ def test_flags_that_a_loop_cannot_have_end_the_process_as_every_refusal(flags, r
     assert ended.value.code == 2
     assert "configuration: 2 problems" in told
     assert "unknown flag --nonsense" in told
-    assert re.search(f"{refused}: a loop of one's own.*\n    fix: use pretrain", told)
+    assert re.search(f"{refused}: a loop of one's own.*\n     fix: use pretrain", told)
 
 
 def test_fields_have_the_verdict_of_the_flags():

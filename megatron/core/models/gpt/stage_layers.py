@@ -182,7 +182,7 @@ def _uneven_ends(config: ModelParallelConfig, num_layers: int, chunks: int, kind
     if left < 0 or (left if between == 0 else left % between):
         raise StageLayersError(
             f"--num-layers {num_layers} with {told} leaves {left} layers for "
-            f"{counted(between, 'more pipeline rank')}; choose numbers that come out even, or use {LAYOUT}"
+            f"{counted(between, 'pipeline rank')}; choose numbers that come out even, or use {LAYOUT}"
         )
     on_ranks = [left // between] * between if between else []
     on_ranks[:0] = [given[_ENDS[0]]] if _ENDS[0] in given else []
