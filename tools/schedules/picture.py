@@ -121,7 +121,7 @@ def plan_picture(
     strips += [bar for name, one in both.items() for bar in _ends(one, name)]
     told = (f"{name} step time {one.cost:.5g}, bubble {one.bubble_rate:.2%}" for name, one in both.items())
     figures = summary(simulation) if measured is None else f"{simulation.plan.schedule}: {'; '.join(told)}"
-    planned = "" if measured is None else "Wire and memory are as planned. "
+    planned = "" if measured is None else "Wire and memory show the plan, nothing measured. "
     notes = [
         how_counted(simulation),
         f"{planned}Memory is in {held.unit}.",

@@ -156,11 +156,12 @@ def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -
             _add(sections[entry.group], entry, recorded, help_text(entry))
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
+    known = parser.add_argument_group()  # a parser would make a page of help for each
     for entry in flag_table().values():
         if entry.group is None:
             # An ArgumentError here means that the user's own flag has this name, and theirs counts.
             with contextlib.suppress(argparse.ArgumentError):
-                _add(parser, entry, recorded, argparse.SUPPRESS)
+                _add(known, entry, recorded, argparse.SUPPRESS)
     return parser
 
 
@@ -302,8 +303,8 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[
     except ValueError as error:
         choices = None if entry.field is None else entry.kind.choices
         near = closest_name(words[0], choices) if choices and words else None
-        kind = "give one of them" if choices else "give a value of this kind"
-        fix = f"did you mean {near}?" if near else "leave the value out" if switch else kind
+        given = "leave the value out" if switch else "give a value of this kind"
+        fix = f"did you mean {near}?" if near else given
         line.problems.append(_value_problem(entry, spelling, spelling, error, fix))
 
 

@@ -49,7 +49,7 @@ def _model(config: Config, facts: Facts) -> dict[str, str]:
     layers, hidden, heads, length, vocabulary = ("?" if size is None else f"{size:,}" for size in sizes)
     told = [] if counts["total"] is None else [f"{counts['total']:,}"]
     if counts["per_rank"] and max(counts["per_rank"]) != counts["total"]:
-        told.append(f"at most {max(counts['per_rank']):,} on a rank")
+        told.append(f"at most {max(counts['per_rank']):,} in a rank's part of the model")
     return {
         "model": f"layers {layers} x {hidden}, heads {heads}, sequence {length}, vocabulary {vocabulary}",
         "parameters": "; ".join([*told, *([] if counts["why"] is None else [counts["why"]])]),

@@ -270,8 +270,8 @@ def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:
     both = f"{launcher} --standalone --nproc-per-node 2{no_python}"
     corpus = (run, tool, "--input my.txt", "--output-prefix my", "--append-eod", byte)
     return f"""\
-Megatron-Zero pre-trains GPT models by Megatron-LM's command line, on CPUs and
-GPUs, with fully sharded data parallelism and zero-bubble pipeline schedules.
+Megatron-Zero pre-trains GPT models by Megatron-LM's command line, with fully
+sharded data parallelism and zero-bubble pipelines (GPUs: not tested yet).
 
 Train now, with nothing prepared:
 {_command(run, script, *mock)}
@@ -283,7 +283,7 @@ On 2 ranks, each with half of the weights, gradients and optimizer state:
 On 2 ranks, each with half of the layers:
 {_command(both, script, *_ZERO_BUBBLE, *mock)}
 Most often added next:
-  --save DIR --save-interval N --load DIR   checkpoints; the same line goes on
+  --save DIR --save-interval N --load DIR   checkpoints; the same line resumes
   --global-batch-size N                     samples of one optimizer step
   --bf16                                    16-bit weights, 32-bit main weights
 Where to look:

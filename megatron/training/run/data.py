@@ -161,7 +161,7 @@ def build_data_iterators(
         global_batch_size=config.training.global_batch_size,
     )
     named = dict(zip(("train", "validation", "test"), sizes, strict=True))
-    brief = f" > data: {', '.join(f'{size:,} {split}' for split, size in named.items())} samples"
+    brief = f" > data: asked for {', '.join(f'{size:,} {split}' for split, size in named.items())} samples"
     session.print_rank_0(*metrics.dataset_lines("GPT", named), brief=brief)
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.DATASETS_DONE.format(name="GPT"), brief="")

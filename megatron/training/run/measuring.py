@@ -64,7 +64,7 @@ class Measuring:
         lines = start_up_lines(spec.schedule, spec.residency, *told)
         held = told[1]
         most = size_text(held.total, digits=3) + (" and activations" if held.activations is None else "")
-        brief = f" > memory in a step: at most {most} planned on a rank; see --check-config"
+        brief = f" > memory in a step: at most {most} of tensors planned on a rank"
         self._session.print_rank_last(*lines, brief=brief)
         self._session.print_rank_last(*at_once_lines(spec, num_microbatches, self._purpose))
 

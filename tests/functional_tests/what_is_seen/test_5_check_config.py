@@ -68,7 +68,7 @@ def test_twelve_lines_come_first(check):
     assert (status, wrong) == (0, "")
     told = entries(page)
     assert list(told)[:12] == FIRST
-    assert told["parameters"] == "174,615,846,912; at most 1,463,270,400 on a rank"
+    assert told["parameters"] == "174,615,846,912; at most 1,463,270,400 in a rank's part of the model"
     assert told["ranks"] == "1,024 = tensor 8 x data 8 x pipeline 16"
     memory = re.fullmatch(
         r"at most (\S+) GB a rank: (\S+) GB of weights, .* \+ (\S+) GB of .*", told["memory"]

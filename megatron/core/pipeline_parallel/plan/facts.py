@@ -65,7 +65,7 @@ def bound_lines(spec: ScheduleSpec, num_microbatches: int) -> tuple[str, str] | 
     simulation = simulate(order_within_limits(spec, num_microbatches), spec.costs)
     line = bound_line(spec.schedule, spec.request(num_microbatches), simulation)
     bubble = f"{max(0.0, simulation.bubble_rate):.1%}"
-    told = f" > pipeline: {spec.schedule}, planned bubble {bubble} (share of a step in which ranks wait)"
+    told = f" > pipeline: {spec.schedule}, planned bubble (waiting) {bubble} by estimated costs"
     return None if line is None else (f" > {line}", told)
 
 

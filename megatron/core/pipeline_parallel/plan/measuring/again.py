@@ -77,10 +77,11 @@ class MeasuredPlan:
 
     def in_short(self) -> str:
         """The same for a person."""
-        timed = f" > pipeline: timed in steps {self.first_iteration}-{self.iteration}"
-        if self.kept is not None:
-            return f"{timed}; plan stays, bubble {self.planned_bubble_before:.1%}"
-        return f"{timed}; new plan, bubble {self.planned_bubble_before:.1%} -> {self.planned_bubble:.1%}"
+        steps = f"{self.first_iteration}-{self.iteration}"
+        found = f" > pipeline: bubble {self.planned_bubble_before:.1%} by costs measured in steps {steps}"
+        return f"{found}; " + (
+            "plan stays" if self.kept is not None else f"new plan: {self.planned_bubble:.1%}"
+        )
 
 
 def _range(values: Sequence[float]) -> str:

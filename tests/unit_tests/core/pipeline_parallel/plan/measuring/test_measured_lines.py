@@ -38,9 +38,9 @@ def test_a_schedule_solved_again():
     assert line(dataclasses.replace(plan, path=None)).endswith(
         "zb-1p 0123456789ab, not saved: that takes --save"
     )
-    assert plan.in_short() == " > pipeline: timed in steps 100-109; new plan, bubble 25.0% -> 12.5%"
+    assert plan.in_short() == " > pipeline: bubble 25.0% by costs measured in steps 100-109; new plan: 12.5%"
     kept = dataclasses.replace(plan, kept="a new one would take as long")
-    assert kept.in_short() == " > pipeline: timed in steps 100-109; plan stays, bubble 25.0%"
+    assert kept.in_short() == " > pipeline: bubble 25.0% by costs measured in steps 100-109; plan stays"
     assert line(kept) == f"{begin}; zb-1p 0123456789ab stays: a new one would take as long"
     fixed = dataclasses.replace(plan, schedule="gpipe", solved=False, kept="gpipe is a fixed order")
     assert line(fixed).startswith(" > pipeline measured after iteration 109 (iterations 100-109): F ")
