@@ -98,9 +98,8 @@ def as_called(text: str) -> str:
     """A text with the scripts that it names as this process was called: `python tools/report.py` in a checkout."""
     if typed := called_as(sys.argv[0]):
         for name, command in COMMANDS.items():
+            script = re.escape(command.script)
             text = re.sub(
-                rf"python {command.script}|(?<![\w/])tools/{Path(command.script).name}",
-                f"{typed} {name}",
-                text,
+                rf"python {script}|(?<![\w/])tools/{script.rpartition('/')[2]}", f"{typed} {name}", text
             )
     return text

@@ -9,23 +9,12 @@ import sys
 
 import pytest
 
-from tests.harness.scripts import run_script
-from tests.unit_tests.tools.test_show_schedule import SMALL, TOOL
+from tests.unit_tests.tools.test_show_schedule import SMALL, TOOL, output, run
 from tools import show_schedule
 
 # Two stages of two layers; each rank goes through its layers a, b up in F and down in BW.
 TWO = ("--schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--data-parallel-size", 2, "--num-layers", 4)
 ROOT = TOOL.parents[1]
-
-
-def run(*words):
-    return run_script("tools/show_schedule.py", *words)
-
-
-def output(*words):
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def residency(*words):
