@@ -27,7 +27,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,10 @@ class ArgInfo:
     ours:  True for a flag that Megatron does not have.
     required: no default that could serve; a rule demands it.
     derived: how `resolve` fills the value when it is unset, in words (the default is then None).
+    weights: whether it decides what weights mean, or the setting and its value with which alone it does. A load
+             compares it with the checkpoint's, and --use-checkpoint-args takes the checkpoint's.
+    from_checkpoint: of a setting that is not compared, when --use-checkpoint-args takes it all the same: always, or
+             where it is unset here.
     """
 
     help: str
@@ -90,6 +94,8 @@ class ArgInfo:
     ours: bool = False
     required: bool = False
     derived: str | None = None
+    weights: bool | tuple[str, str | bool] = False
+    from_checkpoint: Literal["always", "unset"] | None = None
 
 
 def arg(default: Any, help: str, **details: Any) -> Any:

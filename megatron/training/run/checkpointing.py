@@ -39,10 +39,9 @@ from megatron.core.dist_checkpointing.saving import (
 )
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
-from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
-from megatron.training.config.saved_config import SCHEMAS, check_config
+from megatron.training.config.saved_config import SCHEMAS, check_config, weight_differences
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
 from megatron.training.report import metrics
@@ -52,17 +51,6 @@ __all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
-# What decides the meaning of weights; a difference is refused by name before shapes are compared.
-MODEL_FIELDS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels", "position_embedding_type", "max_position_embeddings",
-    "untie_embeddings_and_output_weights", "normalization", *ACTIVATIONS, "add_bias_linear", "add_qkv_bias",
-    "add_attention_output_bias", "embedding_multiplier", "padded_vocab_size", "tokenizer_type",
-)  # fmt: skip
-# Those of them that older checkpoints do not name, with what these models were.
-_UNNAMED = dict.fromkeys(("geglu", "geglu_tanh", "add_attention_output_bias"), False) | {
-    "embedding_multiplier": None
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +169,10 @@ class Checkpointer:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
         with_rng = not (flags.finetune or flags.no_load_rng)
-        _check_config(found, config or {}, with_optimizer)
+        if (other := _other_settings(found, config or {}, flags.finetune)) is not None:
+            self._say(other)
+        if with_optimizer:
+            _check_optimizer(found)
         if with_rng:
             self._each_rng(found, check_rng_state)
         if check_state is not None and not flags.finetune:
@@ -266,24 +257,25 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
         )
 
 
-def _check_config(found: Found, config: Mapping[str, Any], with_optimizer: bool) -> None:
-    """Raises CheckpointError where the checkpoint is another model's, or lacks the optimizer that is to be loaded."""
-    path, manifest = found.directory / MANIFEST_NAME, found.manifest
-    saved = {**_UNNAMED, **catalog.config_of(found, check_config)} if "config" in manifest.common else {}
-    differing = [
-        f"{name}: checkpoint {saved[name]!r}, this run {config[name]!r}"
-        for name in MODEL_FIELDS
-        if name in saved and name in config and saved[name] != config[name]
-    ]
-    if differing:
+def _other_settings(found: Found, config: Mapping[str, Any], finetune: bool) -> str | None:
+    """With --finetune a line about settings that make another model of the weights; without, CheckpointError."""
+    saved = catalog.config_of(found, check_config) if "config" in found.manifest.common else {}
+    if not (differing := "; ".join(weight_differences(saved, config))):
+        return None
+    if finetune:
+        return f"WARNING: --finetune goes on from weights of another model: {differing}"
+    raise CheckpointError(
+        f"{found.directory / MANIFEST_NAME}: saved from another model: {differing}. Give the same flags, or "
+        "--use-checkpoint-args to take them from the checkpoint; to begin a new run of this model with its weights, "
+        "--finetune"
+    )
+
+
+def _check_optimizer(found: Found) -> None:
+    if not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
         raise CheckpointError(
-            f"{path}: saved from another model: {'; '.join(differing)}. "
-            f"Give the same flags, or --use-checkpoint-args to take them from the checkpoint"
-        )
-    if with_optimizer and not any(name.startswith(OPTIMIZER_PREFIX) for name in manifest.tensors):
-        raise CheckpointError(
-            f"{path}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
-            f"load with --no-load-optim or --finetune"
+            f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
+            "load with --no-load-optim or --finetune"
         )
 
 
