@@ -84,7 +84,10 @@ def test_what_older_checkpoints_leave_unset_is_the_default():
     assert told == "tiktoken_pattern: checkpoint 'v1', this run 'v2'"
 
 
-ROPE = [*launch.TINY, *"--position-embedding-type rope --train-iters 4 --save ck --load ck".split()]
+ROPE = [
+    *launch.TINY,
+    *"--position-embedding-type rope --train-iters 4 --save ck --load ck --save-interval 2".split(),
+]
 
 
 def test_a_run_with_another_base_of_rotation_is_refused_and_finetune_says_so(tmp_path):

@@ -42,7 +42,10 @@ def test_texts_of_a_checkpoints_configuration_reach_no_terminal(tmp_path):
     seen = run_script("tools/inspect_checkpoint.py", root)
     assert seen.returncode == 0, seen.stderr
     assert r"\x1b]0;owned\x07" in seen.stdout
-    for words in (["tools/inspect_checkpoint.py", root, "--verify"], ["tools/generate.py", "--load", root]):
+    for words in (
+        ["tools/inspect_checkpoint.py", root, "--verify"],
+        ["tools/generate.py", "--load", root, "--prompt", "1"],
+    ):
         done = run_script(*words)
         assert done.returncode == 3
         seen.stdout += done.stdout + done.stderr
