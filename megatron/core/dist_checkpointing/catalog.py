@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
 from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatron.core.printable import printable, printable_json
 from megatron.core.safe_files import read_bytes
 from megatron.core.schema import Place
 
@@ -276,10 +277,10 @@ def checkpoint_config(
 
 
 def config_of(found: Found, check_config: CheckConfig | None = None) -> dict[str, Any]:
-    """The flat configuration that a checkpoint was saved with."""
+    """The flat configuration that a checkpoint was saved with, its texts printable, since they come to be shown."""
     config = found.manifest.common.get("config")
     if not isinstance(config, dict):
         found.place("common.config").fail("an object", config)
     if check_config is not None:
         check_config(found, config)
-    return config
+    return {printable(name): printable_json(value) for name, value in config.items()}

@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 from megatron.core import schema
 from megatron.core.dist_checkpointing.files import CheckpointError, open_regular, read_exactly
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
-from megatron.core.printable import printable_json
 from megatron.core.rectangles import Rectangle, fill_error
 from megatron.core.schema import Place, array, integer, mapping, one_of, text
 from megatron.core.transport.rank_grid import AXES
@@ -146,8 +145,7 @@ def _size_limit(directory: Path) -> int:
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
-    """The checked manifest in `raw`, the texts of `common` printable, since they come to be shown; `path` is for
-    messages."""
+    """The checked manifest in `raw`; `path` is for messages."""
     fields, place = _decode(raw, path), Place(path, error=CheckpointError)
     if fields.get("format") == FORMAT and fields.get("format_version") != FORMAT_VERSION:
         place.at("format_version").fail(f"version {FORMAT_VERSION}", fields.get("format_version"))
@@ -160,7 +158,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
     stated |= {"files": files, "tensors": tensors, "per_rank": tuple(fields["per_rank"])}
     manifest = Manifest(**stated)
     _check_agreement(manifest, place)
-    return dataclasses.replace(manifest, common=printable_json(manifest.common))
+    return manifest
 
 
 def _check_agreement(manifest: Manifest, place: Place) -> None:

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron.core.config_base import BATCH, COUNT
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optimizer.flat_update import ParamGroup
 from megatron.core.optimizer.optimization_config import OptimizerConfig
@@ -70,6 +71,7 @@ def _style(flag: str) -> Schema:
     return one_of(*typing.get_args(OptimizerConfig.__annotations__[flag]))
 
 
+_LENGTH = integer(high=int(COUNT.most * BATCH.most))  # iterations x samples, as flags bound them
 # `OptimizerParamScheduler.state`.
 SCHEDULER_SCHEMA: Schema = {
     "samples": integer(),
@@ -78,6 +80,9 @@ SCHEDULER_SCHEMA: Schema = {
         decay_style=_style("lr_decay_style"),
         wsd_style=_style("lr_wsd_decay_style"),
         weight_decay_style=_style("weight_decay_incr_style"),
+        decay_samples=_LENGTH,
+        wsd_samples=_LENGTH,
+        weight_decay_samples=_LENGTH,
     ),
 }
 

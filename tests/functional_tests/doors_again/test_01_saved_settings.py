@@ -1,7 +1,9 @@
 """Number 1: whatever a launch line's flags can be, the checkpoint that it writes passes its own schema and loads; those
 written under `--rank-memory-limit` before this held load too."""
 
+import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 
 from megatron.core.config_base import bounds_of
 from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, build_grad_scaler
+from megatron.core.optimizer.optimization_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_param_scheduler import SCHEDULER_SCHEMA, build_schedule
 from megatron.core.schema import Place, check
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
@@ -104,6 +109,29 @@ def test_words_and_numbers_of_one_flag_are_told_apart_from_others():
     for wrong in ("1G", "automatic", True, [1], 0.5):
         with pytest.raises(CheckpointError, match="rank_memory_limit"):
             check(SCHEMAS["rank_memory_limit"], wrong, Place(PLACE, "rank_memory_limit", CheckpointError))
+
+
+def test_what_follows_from_the_largest_flags_passes_too():
+    """The schedule's lengths are products, the loss scale is a flag's."""
+    most = bounds_of(FIELDS["train_iters"][1]).most
+    for style in ("cosine", "WSD"):
+        flags = OptimizerConfig(
+            lr=sys.float_info.max,
+            lr_decay_style=style,
+            lr_decay_iters=most,
+            lr_warmup_iters=most // 4,
+            lr_wsd_decay_iters=most // 2,
+            weight_decay_incr_style="linear",
+            start_weight_decay=0.0,
+            end_weight_decay=bounds_of(FIELDS["end_weight_decay"][1]).most,
+        )
+        largest = bounds_of(FIELDS["global_batch_size"][1]).most
+        schedule = build_schedule(flags, train_iters=most, train_samples=None, global_batch_size=largest)
+        state = {"samples": 0, "schedule": json.loads(json.dumps(dataclasses.asdict(schedule)))}
+        check(SCHEDULER_SCHEMA, state, Place(PLACE, "scheduler", CheckpointError))
+    for scale in (1e-40, bounds_of(FIELDS["loss_scale"][1]).most):
+        state = build_grad_scaler(OptimizerConfig(fp16=True, loss_scale=scale)).state()
+        check(SCALER_SCHEMA, json.loads(json.dumps(state)), Place(PLACE, "scaler", CheckpointError))
 
 
 # The layout of `make quickstart`, small.

@@ -7,11 +7,13 @@ import pytest
 
 from megatron.core.datasets.blend import parse_blend, read_blend_file
 from megatron.core.datasets.errors import DataError
+from megatron.core.dist_checkpointing.catalog import open_directory
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.printable import printable, printable_json
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.config.saved_config import saved_config
 from megatron.training.run.arguments import launch_config, parse_config
+from megatron.training.run.run_checkpoints import check_state
 from tests.harness import forgery
 from tests.harness.scripts import run_script
 
@@ -53,10 +55,16 @@ def test_texts_of_a_checkpoints_configuration_reach_no_terminal(tmp_path):
     assert not any(line.startswith(" [2026-01-01") for line in seen.stdout.splitlines())
 
 
-def test_what_is_taken_of_it_is_printable_and_its_digest_is_that_of_the_file(tmp_path):
+def test_what_is_taken_of_it_is_printable_and_what_a_trainer_keeps_of_its_own_stays(tmp_path):
     root = forgery.copy_of(forgery.SAVED_BEFORE, tmp_path / "ck")
-    forgery.forge(root / NEWEST, lambda fields: fields["common"]["config"].update(tokenizer_model=ESCAPE))
+
+    def forged(fields):
+        fields["common"]["config"].update(tokenizer_model=ESCAPE)
+        fields["common"]["values"] = {"notes": "two\nlines"}
+
+    forgery.forge(root / NEWEST, forged)
     assert saved_config(str(root))["tokenizer_model"] == printable(ESCAPE)
+    assert open_directory(root / NEWEST, 2).manifest.common["values"] == {"notes": "two\nlines"}
 
 
 def test_a_file_with_such_a_name_is_named_in_one_line(tmp_path):
@@ -117,9 +125,6 @@ def loader():
 
 @pytest.mark.parametrize(("counters", "allowed"), COUNTERS)
 def test_steps_of_the_optimizer_are_as_many_as_skipped_ones_allow(tmp_path, counters, allowed):
-    from megatron.core.dist_checkpointing.catalog import open_directory
-    from megatron.training.run.run_checkpoints import check_state
-
     iteration, samples, left_out, trained, in_a_row = counters
     passed, refused = set(), set()
     for steps in range(iteration + 2):
