@@ -23,7 +23,6 @@ A field with `required` or `derived` is annotated with the type it has after `re
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -64,7 +63,9 @@ Length = Annotated[int, Bounds(1, 2**24)]  # of a sequence, of the MLP's inner d
 Ids = Annotated[int, IDS]  # token ids are 32 bits wide, and the vocabulary is padded
 Bytes = Annotated[int, Bounds(1, 2**60)]
 Threads = Annotated[int, THREADS]  # far more than cores end the process where the system refuses a thread
-Finite = Annotated[float, Bounds(0, sys.float_info.max)]  # of what is computed in Python: learning rates
+Finite = Annotated[
+    float, Bounds(0, 1e300)
+]  # of what is computed in Python: learning rates; what checkpoints hold
 Share = Annotated[float, Bounds(0, 1)]
 Rate = Annotated[float, Bounds(0, 1, below=True)]
 

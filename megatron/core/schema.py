@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import reprlib
-import sys
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_INT = 1 << 56
-MAX_NUMBER = sys.float_info.max
+MAX_NUMBER = 1e300
 MAX_CHARS = 1000
 MAX_DEPTH = 32
 
