@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
-from megatron.core.printable import printable_json
 from megatron.core.transformer.model_config import ACTIVATIONS
-from megatron.core.words import counted, size_text
+from megatron.core.words import counted, printable_json, size_text
 from megatron.training.report.metrics_file import read_metrics
 from tools.reports.run_record import layout
 

@@ -24,7 +24,7 @@ from megatron.command import program
 from megatron.core.dist_checkpointing.catalog import Found, choose
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
-from megatron.core.printable import printable
+from megatron.core.words import printable
 from megatron.training.guard.console import guard_console
 from tools.checkpoint_summary import folded, summary, summary_lines
 from tools.commands import as_called

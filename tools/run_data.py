@@ -11,10 +11,10 @@ from megatron.core.datasets.gpt_dataset import pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
 from megatron.core.dist_checkpointing.catalog import choose, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.printable import printable
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.words import printable
 from megatron.training.config.config import Config
 from megatron.training.config.saved_config import check_config
 from tools.tokenizer_flags import tokenizer_config

@@ -23,6 +23,7 @@ A field with `required` or `derived` is annotated with the type it has after `re
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -52,6 +53,7 @@ BATCH = Bounds(1, 2**31)
 IDS = Bounds(1, 2**30)
 THREADS = Bounds(1, 1024)
 FLOAT = Bounds(0, (2 - 2**-23) * 2.0**127)  # kernels refuse what float32 cannot hold
+FINITE = Bounds(0, sys.float_info.max)
 
 Index = Annotated[int, Bounds(0, 2**40)]  # iterations, samples, intervals, where 0 says never or none
 Ranks = Annotated[int, RANKS]  # more than the largest machine has; groups of all ranks are lists

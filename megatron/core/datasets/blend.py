@@ -13,7 +13,7 @@ import numpy as np
 from megatron.core import list_expression, safe_files
 from megatron.core.datasets.errors import DataError, data_errors
 from megatron.core.list_expression import ListExpressionError
-from megatron.core.printable import printable
+from megatron.core.words import printable
 
 MAX_FILE_BYTES = 1 << 26  # of files that name corpora
 SPLIT_NAMES = ("train", "valid", "test")

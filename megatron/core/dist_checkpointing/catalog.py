@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
 from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
-from megatron.core.printable import printable, printable_json
 from megatron.core.safe_files import read_bytes
 from megatron.core.schema import Place
+from megatron.core.words import printable, printable_json
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LEASE_FILE = "lease.json"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.core import safe_files
-from megatron.core.printable import printable
 from megatron.core.safe_files import FILE_MODE, UnsafeFileError
+from megatron.core.words import printable
 
 
 class CheckpointError(ValueError):

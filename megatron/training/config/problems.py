@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.core.printable import printable
-from megatron.core.words import counted
+from megatron.core.words import counted, printable
 
 # How messages end that are told together, by what they say of several flags.
 NOT_SUPPORTED, REQUIRED = " is not supported", " is required"

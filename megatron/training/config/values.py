@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron.core.config_base import bounds_of, flag_names
 from megatron.core.list_expression import parse_list_expression, parse_pair
-from megatron.core.printable import printable
 from megatron.core.safe_files import read_text
+from megatron.core.words import printable
 from megatron.training.config.config import FIELDS, GROUPS, MAX_GUESSES, closest_name
 from megatron.training.config.flag_table import FlagEntry
 from megatron.training.config.problems import Problem

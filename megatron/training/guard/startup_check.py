@@ -23,8 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.printable import printable
 from megatron.core.transport.peer_loss import PeerLostError, peer_loss_named
+from megatron.core.words import printable
 from megatron.training.config.launch_env import LaunchEnvError
 from megatron.training.guard.rendezvous import pauses
 

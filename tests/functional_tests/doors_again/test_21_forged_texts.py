@@ -9,7 +9,7 @@ from megatron.core.datasets.blend import parse_blend, read_blend_file
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.catalog import open_directory
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.printable import printable, printable_json
+from megatron.core.words import printable, printable_json
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.config.saved_config import saved_config
 from megatron.training.run.arguments import launch_config, parse_config
