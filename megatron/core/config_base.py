@@ -65,9 +65,7 @@ Length = Annotated[int, Bounds(1, 2**24)]  # of a sequence, of the MLP's inner d
 Ids = Annotated[int, IDS]  # token ids are 32 bits wide, and the vocabulary is padded
 Bytes = Annotated[int, Bounds(1, 2**60)]
 Threads = Annotated[int, THREADS]  # far more than cores end the process where the system refuses a thread
-Finite = Annotated[
-    float, Bounds(0, 1e300)
-]  # of what is computed in Python: learning rates; what checkpoints hold
+Finite = Annotated[float, FINITE]  # of what is computed in Python: learning rates
 Share = Annotated[float, Bounds(0, 1)]
 Rate = Annotated[float, Bounds(0, 1, below=True)]
 

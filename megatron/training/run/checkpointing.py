@@ -169,8 +169,7 @@ class Checkpointer:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
         with_rng = not (flags.finetune or flags.no_load_rng)
-        if (other := _other_settings(found, config or {}, flags.finetune)) is not None:
-            self._say(other)
+        self._compare_settings(found, config or {})
         if with_optimizer:
             _check_optimizer(found)
         if with_rng:
@@ -199,6 +198,20 @@ class Checkpointer:
         place = self._place
         self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=place))
         return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
+
+    def _compare_settings(self, found: Found, config: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where settings make another model of the weights; with --finetune a line says so."""
+        saved = catalog.config_of(found, check_config) if "config" in found.manifest.common else {}
+        if not (differing := "; ".join(weight_differences(saved, config))):
+            return
+        if self._config.finetune:
+            self._say(f"WARNING: --finetune goes on from weights of another model: {differing}")
+            return
+        raise CheckpointError(
+            f"{found.directory / MANIFEST_NAME}: saved from another model: {differing}. Give the same flags, or "
+            "--use-checkpoint-args to take them from the checkpoint; to begin a new run of this model with its "
+            "weights, --finetune"
+        )
 
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
         """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
@@ -255,20 +268,6 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
             f"{found.directory}: {wrong}: the run that saved it had failed, or this run's precision cannot hold it: "
             f"load an earlier one with --ckpt-step{more}"
         )
-
-
-def _other_settings(found: Found, config: Mapping[str, Any], finetune: bool) -> str | None:
-    """With --finetune a line about settings that make another model of the weights; without, CheckpointError."""
-    saved = catalog.config_of(found, check_config) if "config" in found.manifest.common else {}
-    if not (differing := "; ".join(weight_differences(saved, config))):
-        return None
-    if finetune:
-        return f"WARNING: --finetune goes on from weights of another model: {differing}"
-    raise CheckpointError(
-        f"{found.directory / MANIFEST_NAME}: saved from another model: {differing}. Give the same flags, or "
-        "--use-checkpoint-args to take them from the checkpoint; to begin a new run of this model with its weights, "
-        "--finetune"
-    )
 
 
 def _check_optimizer(found: Found) -> None:
