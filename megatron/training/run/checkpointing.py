@@ -169,9 +169,8 @@ class Checkpointer:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
         with_rng = not (flags.finetune or flags.no_load_rng)
+        _check_optimizer(found, with_optimizer)
         self._compare_settings(found, config or {})
-        if with_optimizer:
-            _check_optimizer(found)
         if with_rng:
             self._each_rng(found, check_rng_state)
         if check_state is not None and not flags.finetune:
@@ -195,8 +194,7 @@ class Checkpointer:
                 "may differ in the last bits"
             )
         iteration = 0 if flags.finetune else found.iteration
-        place = self._place
-        self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=place))
+        self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=self._place))
         return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
 
     def _compare_settings(self, found: Found, config: Mapping[str, Any]) -> None:
@@ -270,8 +268,8 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
         )
 
 
-def _check_optimizer(found: Found) -> None:
-    if not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
+def _check_optimizer(found: Found, wanted: bool) -> None:
+    if wanted and not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
         raise CheckpointError(
             f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
             "load with --no-load-optim or --finetune"
