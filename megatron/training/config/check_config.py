@@ -21,6 +21,7 @@ from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import known_vocabulary
 from megatron.training.config.rule_table import refusal, spelled
 from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusable_files
+from megatron.training.config.saved_config import is_elsewhere
 
 _SHOWN_GROUPS = 8
 _T = TypeVar("_T")
@@ -119,7 +120,7 @@ def _not_found(config: Config) -> list[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         files = (prefix + end for prefix in corpora(values[name] or ()) for end in (".bin", ".idx"))
         missing += [f"{spelled(name)} {file}" for file in files if not os.path.exists(file)]
-    if values["load"] is not None and not os.path.exists(values["load"]):
+    if is_elsewhere(values["load"]):
         missing.append(f"--load {values['load']}")
     return missing
 
@@ -205,6 +206,8 @@ def _count(
     heads = (model.num_attention_heads, model.kv_channels)
     sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads)
     if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
+        if config.checkpoint.use_checkpoint_args and is_elsewhere(config.checkpoint.load):
+            return None, (), "the model's shape is the checkpoint's, which is not on this machine"
         return None, (), "the model's shape is not complete"
     refused = {flag for problem in problems if problem.rule == "not-supported" for flag in problem.flags}
     unbuilt = sorted(refused & {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"})

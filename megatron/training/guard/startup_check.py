@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.transport.peer_loss import PeerLostError, peer_loss_named
+from megatron.core.words import printable
 from megatron.training.config.launch_env import LaunchEnvError
 from megatron.training.guard.rendezvous import pauses
 
@@ -217,6 +218,6 @@ def mismatches(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int],
 
 
 def _shown(value: Any) -> str:
-    text = "no value" if value is None else str(value)
+    text = "no value" if value is None else printable(str(value))
     is_digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
     return f"digest {text[:12]}" if is_digest else text

@@ -7,6 +7,7 @@ What is wrong is printed all at once and ends the process with status 2; under a
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import shutil
@@ -196,8 +197,10 @@ def _resolved(
     """The configuration, and all that is wrong with it. Raises CheckpointError."""
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
     check_only, load = bool(values.get("check_config")), values.get("load")
-    unloadable = _load_problems(values) if check_only and line.complete else []
-    if values.get("use_checkpoint_args") and load is not None and not unloadable:
+    elsewhere = check_only and saved_config.is_elsewhere(load)  # what a launch there finds is not known
+    unloadable = _load_problems(values) if check_only and line.complete and not elsewhere else []
+    takes_args = bool(values.get("use_checkpoint_args"))
+    if takes_args and load is not None and not unloadable and not elsewhere:
         saved = saved_config.saved_config(load, values.get("ckpt_step"))
         if saved is None:
             warnings.append(f"--use-checkpoint-args: no checkpoint in {load}, the flags count")
@@ -221,7 +224,26 @@ def _resolved(
         config, env, tuple(line.used), has_gpu, check_only, needs_data, needs_tokenizer, memory_bytes
     )
     broken = [problem for problem in broken_rules(context) if worth_telling(problem, line.problems)]
+    if elsewhere and (takes_args or config.checkpoint.needs_checkpoint):
+        config = dataclasses.replace(config, notes=(*config.notes, _elsewhere(config.checkpoint)))
+        if takes_args:
+            broken = [
+                problem
+                for problem in broken
+                if problem.rule == "not-supported" or not saved_config.may_be_overruled(problem.flags, values)
+            ]
     return config, line.problems + unloadable + broken
+
+
+def _elsewhere(checkpoint: CheckpointConfig) -> str:
+    """Under --check-config: what cannot be known before the checkpoint is there."""
+    unknown = "whether it can be loaded and its padded vocabulary are"
+    if checkpoint.use_checkpoint_args:
+        unknown = (
+            "whether it can be loaded, and the model's shape and tokenizer, which --use-checkpoint-args takes from it "
+            "whatever the flags say, are"
+        )
+    return f"--load {checkpoint.load}: not on this machine: {unknown} not known"
 
 
 def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
