@@ -136,9 +136,8 @@ def limit_text(entry: FlagEntry) -> str:
     """What of a field is not supported, or has no effect."""
     if entry.state is FlagState.INERT:
         return f"accepted, no effect: {entry.why}"
-    allowed = [value for value in entry.allowed or () if value not in ("None", "False")]
-    only = f"only {', '.join(allowed)} supported so far" if allowed else "not supported yet"
-    return f"{only}, {entry.why}"
+    allowed = (value for value in entry.allowed or () if value != "None")
+    return f"only {', '.join(allowed)} supported so far, {entry.why}"
 
 
 def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -> argparse.ArgumentParser:

@@ -194,7 +194,7 @@ def _resolved(
     line: CommandLine, env: LaunchEnv, *, needs_data: bool, needs_tokenizer: bool = True
 ) -> tuple[Config, list[Problem]]:
     """The configuration, and all that is wrong with it. Raises CheckpointError."""
-    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
+    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used, line.values)
     check_only, load = bool(values.get("check_config")), values.get("load")
     unloadable = _load_problems(values) if check_only and line.complete else []
     if values.get("use_checkpoint_args") and load is not None and not unloadable:
