@@ -213,7 +213,8 @@ def _resolved(
         if saved_size is not None:
             values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, saved_config.CHECKPOINT
     has_gpu, memory_bytes = env.gpu_present(), env.memory_bytes()
-    machine = Machine(env.world_size, has_gpu, int(memory_bytes) // max(1, env.local_world_size))
+    ranks_here = env.ranks_here(values.get("world_size") if check_only else None)
+    machine = Machine(env.world_size, has_gpu, memory_bytes, max(1, ranks_here))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
     if not line.complete:
         return config, line.problems

@@ -1,5 +1,5 @@
-"""Number 8: verdicts by one rule (docs/megatron_compat.md): what changes no result is accepted with a line that says what
-is not done, what would is refused."""
+"""Number 8: verdicts by one rule (docs/megatron_compat.md): what changes no result is accepted with a line that says
+what is not done, what would is refused."""
 
 import pytest
 
