@@ -304,6 +304,8 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[
         near = closest_name(words[0], choices) if choices and words else None
         given = "leave the value out" if switch else "give a value of this kind"
         fix = f"did you mean {near}?" if near else given
+        if words and words[0] in entry.elsewhere:
+            fix = entry.fix_of_elsewhere
         line.problems.append(_value_problem(entry, spelling, spelling, error, fix))
 
 
