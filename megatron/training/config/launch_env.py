@@ -108,8 +108,13 @@ class LaunchEnv:
 
     @staticmethod
     def memory_bytes() -> int:
-        """Memory of this machine, or what its container may have of it."""
+        """Memory of this machine, or what this process's control groups may have of it."""
         return available_memory.total_bytes()
+
+    def ranks_here(self, world_size: int | None) -> int:
+        """Ranks that share this host, in a launch of `world_size` that is only checked: as many as the launcher has
+        started here; without one, all of them."""
+        return self.local_world_size if self.world_size > 1 or world_size is None else world_size
 
     def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         """Whether this machine shows a GPU, judged without torch: device files and CUDA_VISIBLE_DEVICES."""

@@ -14,7 +14,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.command import as_called
@@ -143,9 +143,14 @@ def _asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[Used
     return [u for u in asking if u not in idle], idle
 
 
-def inert_flags(used: Sequence[UsedFlag]) -> list[str]:
-    """A warning for each accepted flag without effect, with why."""
+def inert_flags(used: Sequence[UsedFlag], values: Mapping[str, Any]) -> list[str]:
+    """A warning for each accepted flag without effect, with why. values: of fields that something was said of."""
     told = {u.spelling: u.entry.why for u in used if u.entry.state is FlagState.INERT}
+    for entry in flag_table().values():
+        if entry.state is FlagState.INERT and entry.field is not None:
+            default = entry.field.default
+            if values.get(entry.name, default) != default:
+                told[entry.spelling] = entry.why
     for u in _asked_and_idle(used)[1]:
         told[u.spelling] = f"it is a setting of {' or '.join(u.entry.setting_of)}, which is not given"
     return [f"{flag} has no effect here: {why}" for flag, why in told.items()]

@@ -195,7 +195,7 @@ def _resolved(
     line: CommandLine, env: LaunchEnv, *, needs_data: bool, needs_tokenizer: bool = True
 ) -> tuple[Config, list[Problem]]:
     """The configuration, and all that is wrong with it. Raises CheckpointError."""
-    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
+    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used, line.values)
     check_only, load = bool(values.get("check_config")), values.get("load")
     elsewhere = check_only and saved_config.is_elsewhere(load)  # what a launch there finds is not known
     unloadable = _load_problems(values) if check_only and line.complete and not elsewhere else []
@@ -216,7 +216,8 @@ def _resolved(
         if saved_size is not None:
             values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, saved_config.CHECKPOINT
     has_gpu, memory_bytes = env.gpu_present(), env.memory_bytes()
-    machine = Machine(env.world_size, has_gpu, int(memory_bytes) // max(1, env.local_world_size))
+    ranks_here = env.ranks_here(values.get("world_size") if check_only else None)
+    machine = Machine(env.world_size, has_gpu, memory_bytes, max(1, ranks_here))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
     if not line.complete:
         return config, line.problems

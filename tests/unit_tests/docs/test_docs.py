@@ -34,6 +34,7 @@ OTHER_PROGRAMS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-id --rdzv-backend --rdzv-endpoint --max-restarts "
     "--shutdown-timeout --local-addr --no-python",
     "slurm": "--signal --ntasks-per-node --nodes --time --requeue --gpus-per-node --cpus-per-task",
+    "docker": "--gpus --init --memory --shm-size --ulimit",
     "ruff": "--check",
     "examples/custom_trainer": "--context-tokens",
 }

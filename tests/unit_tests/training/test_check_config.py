@@ -80,7 +80,7 @@ def test_llama3_8b_has_the_published_size(capsys):
     # The published 8,030,261,248, with 128256 + 1 ids padded to 128384 in two matrices.
     assert report["parameters"]["total"] == 8030261248 + 2 * (128384 - 128256) * 4096
     told = [problem["message"] for problem in report["problems"]]
-    assert "--transformer-impl transformer_engine is not supported" in told, "what a launch says too"
+    assert "--fp8-format hybrid is not supported" in told, "what a launch says too"
 
 
 def test_mixtral_is_refused_with_all_reasons_and_no_invented_count(capsys):
