@@ -33,6 +33,7 @@ MISSING_FILES_RULES = {"files"}
 OTHER_PROGRAMS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-id --rdzv-backend --rdzv-endpoint --max-restarts "
     "--shutdown-timeout --local-addr --no-python",
+    "nsys": "--capture-range --capture-range-end",
     "slurm": "--signal --ntasks-per-node --nodes --time --requeue --gpus-per-node --cpus-per-task",
     "ruff": "--check",
     "examples/custom_trainer": "--context-tokens",
