@@ -241,7 +241,10 @@ class TrainingLoop:
         heard = self._session.gather(self._signals.requested())
         if signalled:
             name = next(filter(None, heard))
-            why, reason = f"after receiving {name}.", f"received {name}"
+            is_signal = name.startswith("SIG")
+            why, reason = (
+                (f"after receiving {name}.", f"received {name}") if is_signal else (f"after {name}.", name)
+            )
             status = ExitStatus.STOPPED if self._config.checkpoint.save else ExitStatus.STOPPED_UNSAVED
         elif time_is_up:
             why, reason = f"after {training.exit_duration_in_mins or 0} minutes", "--exit-duration-in-mins"
