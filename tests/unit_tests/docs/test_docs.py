@@ -279,8 +279,10 @@ def documented_launch_lines():
     for path in DOCUMENTS:
         for _, code in FENCE.findall(path.read_text()):
             for line in code.replace("\\\n", " ").splitlines():
-                launched = re.search(r"torchrun|launch(\.py)? .*-- (train|pretrain_gpt\.py) ", line)
-                if launched and "--num-layers" in line:
+                trainer = re.search(
+                    r"(torchrun|distributed\.run) .*pretrain_gpt\.py |launch(\.py)? .*-- ", line
+                )
+                if trainer and "--num-layers" in line:
                     yield pytest.param(line, id=f"{name(path)}: {line.split('--')[0]}")
 
 
