@@ -117,15 +117,15 @@ class Device:
         return [every.CPU, every.CUDA] if self.kind == "cuda" else [every.CPU]
 
     @contextlib.contextmanager
-    def captured(self, *, shapes: bool = False) -> Iterator[None]:
-        """What nsys captures between cudaProfilerStart and cudaProfilerStop, with torch's operations as ranges of NVTX.
-        shapes: of their inputs, in the ranges' names. Does nothing on CPU."""
+    def captured(self) -> Iterator[None]:
+        """What nsys captures between cudaProfilerStart and cudaProfilerStop, with torch's operations and the shapes of
+        their inputs as ranges of NVTX. Does nothing on CPU."""
         if self.kind == "cpu":
             yield
             return
         torch.cuda.profiler.start()
         try:
-            with torch.autograd.profiler.emit_nvtx(record_shapes=shapes):
+            with torch.autograd.profiler.emit_nvtx(record_shapes=True):
                 yield
         finally:
             torch.cuda.profiler.stop()

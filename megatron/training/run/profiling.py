@@ -99,17 +99,18 @@ class RunProfiler:
 
     def _begin(self, number: int) -> None:
         """torch's profiler begins one iteration before the window, which it does not keep: setting up takes time."""
-        flags, device = self._flags, self._session.device
+        flags = self._flags
         if number < self._first - 1 or (number < self._first and not flags.use_pytorch_profiler):
             return
-        if self._trace is not None:
-            self._trace.step()
-        elif self._capture is None:
-            self._capture = contextlib.ExitStack()
-            if flags.use_pytorch_profiler:
-                self._trace = self._capture.enter_context(self._torch_profiler(number))
-            else:
-                self._capture.enter_context(device.captured(shapes=flags.pytorch_profiler_collect_shapes))
+        with torch_quiet():  # it says when it starts
+            if self._trace is not None:
+                self._trace.step()
+            elif self._capture is None:
+                self._capture = contextlib.ExitStack()
+                if flags.use_pytorch_profiler:
+                    self._trace = self._capture.enter_context(self._torch_profiler(number))
+                else:
+                    self._capture.enter_context(self._session.device.captured())
 
     def _torch_profiler(self, number: int) -> torch.profiler.profile:
         flags = self._flags
@@ -125,29 +126,31 @@ class RunProfiler:
         """The window is over: what torch has recorded goes into a file."""
         assert self._capture is not None, "a window that has not begun"
         capture, self._capture = self._capture, None
-        capture.close()
+        with torch_quiet():  # and when it stops
+            capture.close()
         if self._trace is None:
             return
-        folder = self._folder / TRACES
-        folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        path = (
-            folder / f"rank-{self._session.ps.rank}-{name}.pt.trace.json"
-        )  # as TensorBoard's plugin looks for it
-        publish_by(path, self._trace.export_chrome_trace)
+        # TensorBoard's plugin looks for such names.
+        path = self._folder / TRACES / f"rank-{self._session.ps.rank}-{name}.pt.trace.json"
+        self._publish(path, self._trace.export_chrome_trace)
         self._path = path
 
     def _write_snapshot(self, prefix: str = "") -> None:
         if self._snapshot is not None:
             path = self._snapshot.with_name(prefix + self._snapshot.name)
             write = self._session.device.write_memory_snapshot
-            if not self._succeeds("writes no snapshot of its memory", publish_by, path, write):
+            if not self._succeeds("writes no snapshot of its memory", self._publish, path, write):
                 self._snapshot = None
+
+    @staticmethod
+    def _publish(path: Path, write: Callable[[str], object]) -> None:
+        path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        publish_by(path, write)
 
     def _succeeds(self, otherwise: str, call: Callable[..., object], *values: object) -> bool:
         """Whether a call of torch's profilers went well; a warning where it did not."""
         try:
-            with torch_quiet():  # each start and stop of torch's profiler
-                call(*values)
+            call(*values)
         except (
             Exception
         ) as error:  # a folder that cannot be written, another profiler: nothing that is worth the run

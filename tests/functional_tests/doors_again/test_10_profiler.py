@@ -159,7 +159,7 @@ def test_on_cuda_nsys_gets_ranges_between_start_and_stop_and_snapshots_are_writt
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", note("snapshot"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (30, 100))
     device = Device("cuda")
-    with device.captured(shapes=True), device.nvtx_range("0F0"):
+    with device.captured(), device.nvtx_range("0F0"):
         pass
     assert calls == [("start",), ("emit", True), ("range", "0F0"), ("stop",)]
     assert device.record_memory_history()
