@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("pretrain_gpt.py", "pre-train a GPT, by Megatron-LM's command line"),
+    "launch": Command("tools/launch.py", "start several ranks of a command, and say how the run ended"),
     "check": Command(
         "pretrain_gpt.py", "say what a train line means, without running it", ("--check-config",)
     ),
@@ -42,7 +43,9 @@ COMMANDS = {
 _HELP = ("-h", "--help", "help")
 _RANKS = (
     "",
-    "Several ranks are started by torchrun:",
+    "Several ranks of this machine, and of others with torchrun's flags for them:",
+    f"  {NAME} launch --nproc-per-node 2 -- train --use-custom-fsdp ...",
+    "or, by torchrun itself:",
     f"  torchrun --standalone --nproc-per-node 2 --no-python {NAME} train --use-custom-fsdp ...",
     f"  torchrun --standalone --nproc-per-node 2 -m megatron train ...    where {NAME} is not on the PATH",
 )

@@ -18,7 +18,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -124,6 +125,14 @@ def read_json(path: StrPath, *, max_bytes: int, follow: bool = False) -> Any:
 # --- writing
 
 
+def _no_device(path: StrPath) -> Path:
+    """Root would replace /dev/null, or what /dev/stdout leads to."""
+    target = Path(path)
+    if os.path.realpath(target.parent) == DEVICES:
+        raise UnsafeFileError(path, "is the place of a device, where no file is made")
+    return target
+
+
 @contextlib.contextmanager
 def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> Iterator[IO[bytes]]:
     """A file that appears under its name only when completely written and durable; after an error it does not.
@@ -131,10 +140,7 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
     mode: its permissions, less the umask, once published. replace: False keeps a file that is there already.
     A link under that name is replaced, not followed. Nothing is made in /dev. Raises OSError.
     """
-    target = Path(path)
-    # Root would replace /dev/null, or what /dev/stdout leads to.
-    if os.path.realpath(target.parent) == DEVICES:
-        raise UnsafeFileError(path, "is the place of a device, where no file is made")
+    target = _no_device(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, PRIVATE_MODE)
@@ -162,6 +168,16 @@ def publish_text(path: StrPath, text: str, *, mode: int = FILE_MODE, replace: bo
     """`published` for a text that is there already."""
     with published(path, mode=mode, replace=replace) as file:
         file.write(text.encode())
+
+
+def publish_by(path: StrPath, write: Callable[[str], Any]) -> None:
+    """`published` for a file that other code writes, which wants a path: it gets one in a folder of this process's own.
+    Raises what that code raises, and OSError."""
+    target = _no_device(path)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        made = Path(folder) / target.name  # by whose ending it may choose a format
+        write(str(made))
+        os.replace(made, target)
 
 
 def remove_leftovers(path: StrPath) -> None:

@@ -27,6 +27,7 @@ GROUP_TITLES: Mapping[str, str] = {
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
     "logging": "logging",
+    "profiling": "profiling",
     "reliability": "reliability",
 }
 MAX_FLAGS = 4096  # on one line; argparse looks through all of them for each

@@ -51,6 +51,7 @@ class Config:
     evaluation: training_config.EvaluationConfig
     checkpoint: training_config.CheckpointConfig
     logging: training_config.LoggingConfig
+    profiling: training_config.ProfilingConfig
     reliability: training_config.ReliabilityConfig
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -264,6 +264,10 @@ def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int 
     return vocab_size + 1 if tokenizer_type == "NullTokenizer" and vocab_size is not None else None
 
 
+def missing_ranks(c: Context) -> str:
+    return ", ".join(str(rank) for rank in c.profile_ranks if rank >= c.world_size)
+
+
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     name: one for name, one in vars().items() if inspect.isfunction(one) and one.__module__ == __name__
 }

@@ -21,6 +21,7 @@ import select
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -227,6 +228,19 @@ def show_bar(text: str | None) -> None:
         erased = _ERASE_BELOW if text is None and _TERMINAL.bar else b""
         _TERMINAL.bar = None if text is None else text.encode(sys.stdout.encoding, "replace")
         _FILES[1]._put(_TERMINAL.above_bar() or erased)
+
+
+@contextlib.contextmanager
+def torch_quiet() -> Iterator[None]:
+    """What torch's C++ says on descriptor 2 meanwhile is dropped."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _guarded(stream: TextIO | None, file: ConsoleFile) -> TextIO:

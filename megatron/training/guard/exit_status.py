@@ -74,6 +74,9 @@ class ExitStatus(enum.IntEnum):
     STOPPED_UNSAVED = 143, "stopped by a signal without `--save`: nothing to go on from"
 
 
+REFUSALS = (ExitStatus.CONFIGURATION, ExitStatus.CHECKPOINT, ExitStatus.DATA)  # what was asked for cannot be
+
+
 @dataclasses.dataclass(frozen=True)
 class ExitRecord:
     """The content of `exit.json`.
@@ -130,25 +133,26 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
     return target
 
 
-def leave_exit_json(directory: str | Path | None, record: ExitRecord) -> None:
-    """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none."""
-    if directory is not None:
+def leave_exit_json(directory: str | Path | None, record: ExitRecord, launcher: str | None = None) -> None:
+    """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none.
+    launcher: the folder of a second one, `LaunchEnv.record_of_attempt`."""
+    for folder in (one for one in (directory, launcher) if one is not None):
         try:
-            write_exit_json(directory, record)
+            write_exit_json(folder, record)
         except OSError as problem:
-            _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}")
+            _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {folder}: {problem}")
 
 
-def tell_launcher(error_file: str | None, status: ExitStatus, text: str) -> bool:
+def tell_launcher(error_file: str | None, status: ExitStatus, text: str, *, printed: bool = False) -> bool:
     """Leave the text where torchrun looks (`LaunchEnv.error_file`): it then ends its own report with it. False where
-    there is no such place.
+    there is no such place. printed: this rank has said it too, for `tools/launch.py`, which says what was not.
 
     It takes the earliest failure of a machine for the cause, in whole seconds: a rank that knows a reason of its own is
     dated before those that have lost a peer or were ended by the launcher.
     """
     if error_file is not None:
         seconds = int(time.time()) - (status is not ExitStatus.PEER_LOST)
-        extra = {"py_callstack": f"\n{text}", "timestamp": str(seconds)}
+        extra = {"py_callstack": f"\n{text}", "timestamp": str(seconds), "printed": printed}
         with contextlib.suppress(OSError):
             publish_text(error_file, json.dumps({"message": {"message": text, "extraInfo": extra}}))
             return True
@@ -195,11 +199,13 @@ def report_failure(
     checkpoint: str | None = None,
     diagnose: Callable[[], str] | None = None,
     error_file: str | None = None,
+    launcher: str | None = None,
 ) -> ExitStatus:
     """Print the message of an exception (of bugs the traceback), write `exit.json` into `directory`, tell the launcher,
     and return the status to exit with.
 
-    diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
+    diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose). launcher: see
+    `leave_exit_json`; one that reads records prints what refuses a run itself, once and last.
     """
     status, reason = status_of(error, table), as_called(str(error)) or type(error).__name__
     if status is ExitStatus.BUG:
@@ -208,15 +214,18 @@ def report_failure(
     else:
         kind = status.name.lower().replace("_", " ")
         told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {reason}"
-    _tell(told)
+    left = launcher is not None and status in REFUSALS and tell_launcher(error_file, status, told)
+    if not left:
+        _tell(told)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()
         _tell(f"[rank {rank}] {found}")
         told += f"\n[rank {rank}] {found}"
         reason = f"{found}; {reason}"  # who is to blame, then where it was missed
-    tell_launcher(error_file, status, told)
+    if not left:
+        tell_launcher(error_file, status, told, printed=True)
     record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
-    leave_exit_json(directory, record)
+    leave_exit_json(directory, record, launcher)
     return status
 
 
@@ -227,7 +236,13 @@ def _tell(text: str) -> None:
 
 
 def second_signal(
-    signum: int, directory: str | Path | None, *, rank: int, iteration: int | None, checkpoint: str | None
+    signum: int,
+    directory: str | Path | None,
+    *,
+    rank: int,
+    iteration: int | None,
+    checkpoint: str | None,
+    launcher: str | None = None,
 ) -> int:
     """The end of a run by a second signal: says so, writes `exit.json`, and returns the status to stop with.
 
@@ -239,7 +254,7 @@ def second_signal(
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {checkpoint or 'none'}\n".encode())
     requeue = checkpoint is not None
-    leave_exit_json(directory, ExitRecord(status, reason, iteration, checkpoint, rank, requeue))
+    leave_exit_json(directory, ExitRecord(status, reason, iteration, checkpoint, rank, requeue), launcher)
     return status
 
 

@@ -6,10 +6,8 @@ naming the variable: torch alone would wait for it without end, or print its own
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-import os
 import re
 import socket
 import threading
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.guard.console import torch_quiet
 
 RESOLVE_S = 10.0  # names of containers that have just been started come late
 ANSWER_S = 10.0  # a store answers in milliseconds
@@ -108,7 +107,7 @@ def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
             made.append(error)
 
     thread = threading.Thread(target=make, name="store", daemon=True)
-    with _torch_quiet():
+    with torch_quiet():  # pages of frames, for what the error says too
         thread.start()
         thread.join(ANSWER_S * 1.5)
     found = made[0] if made else TimeoutError(f"no answer within {ANSWER_S * 1.5:g} s")
@@ -128,16 +127,3 @@ def _unusable(env: LaunchEnv, hosts: bool, why: str) -> str:
         f"{who} finds no store of a launch at {_place(env)}: what listens there is something else, or answers too late "
         f"({why}); name the host of rank 0 and a free port of it"
     )
-
-
-@contextlib.contextmanager
-def _torch_quiet() -> Iterator[None]:
-    """What torch's C++ says on descriptor 2 meanwhile is dropped: pages of frames, for what the error says too."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

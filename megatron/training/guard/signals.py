@@ -1,4 +1,4 @@
-"""Stop on SIGTERM, SIGINT and SIGHUP: the first asks the loop to save and leave, the second stops at once.
+"""Stop on SIGTERM, SIGINT, SIGHUP and SIGUSR1: the first asks the loop to save and leave, the second stops at once.
 
 [Note: two roads] A Python handler runs only between two bytecodes of the main thread, and the main thread
 may sit in a collective that never returns. So the interpreter's wake-up descriptor, written by the C handler
@@ -7,7 +7,8 @@ at once, is read by a small thread, and that thread can end the process while th
 [Note: echo] Slurm signals the launcher and the ranks, and the launcher forwards the signal: the same request
 arrives twice within milliseconds. A repetition within ECHO_S of the first is therefore the same request.
 
-A SIGHUP that is ignored when we come stays ignored: whoever started us with `nohup` means to hang up.
+SIGUSR1 is what batch systems are asked to send ahead of the end (Slurm's `--signal=USR1@60`). A SIGHUP that is ignored
+when we come stays ignored: whoever started us with `nohup` means to hang up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ECHO_S = 0.25
 
 
@@ -40,15 +41,20 @@ class SignalHandler:
         self._on_second, self._echo_s = on_second, echo_s
         self._first: signal.Signals | None = None
         self._first_at = 0.0
+        self._asked: str | None = None
         self._old: dict[signal.Signals, Any] = {}
         self._old_fd = -1
         self._ends: tuple[socket.socket, ...] = ()  # to read from, to write to; empty while not installed
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def requested(self) -> str | None:
-        """Name of the signal that asked to stop ("SIGTERM"), or None. Polled once an iteration, and agreed on by all
-        ranks."""
-        return self._first.name if self._first is not None else None
+        """Name of the signal that asked to stop ("SIGTERM"), what else did (`ask`), or None. Polled once an iteration,
+        and agreed on by all ranks."""
+        return self._asked if self._first is None else self._first.name
+
+    def ask(self, why: str) -> None:
+        """Ask the loop to save and leave as a first signal does. From any thread."""
+        self._asked = why
 
     def __enter__(self) -> SignalHandler:
         assert not self._ends, "signal handlers are already installed"

@@ -191,11 +191,12 @@ def _suffix(set_name: str) -> str:
     return f"-{set_name}" if set_name else ""
 
 
-def memory_line(rank: int, iterations: int, memory: MemoryFigures) -> str:
-    """Memory of one rank, in units of 2^20 bytes."""
+def memory_line(rank: int, iterations: int, memory: MemoryFigures, used_bytes: int | None = None) -> str:
+    """Memory of one rank, in units of 2^20 bytes. used_bytes: of the whole device, by all processes."""
     names = ("allocated", "max allocated", "reserved", "max reserved")
     figures = (getattr(memory, f"{name.replace(' ', '_')}_bytes") / 2**20 for name in names)
-    fields = (f" | {name}: {figure:.2f}" for name, figure in zip(names, figures, strict=True))
+    fields = [f" | {name}: {figure:.2f}" for name, figure in zip(names, figures, strict=True)]
+    fields += [] if used_bytes is None else [f" | total device memory used: {used_bytes / 2**20:.2f}"]
     return f"[Rank {rank}] (after {iterations} iterations) memory (MB)" + "".join(fields)
 
 

@@ -7,14 +7,20 @@ The plain line has no control codes and no field that Megatron's log lines have,
 
 from __future__ import annotations
 
+import datetime
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
+from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.training.guard.console import terminal_width
 from megatron.training.report.screen import bar_line
+from megatron.training.report.writers import warn
+from megatron.training.state import TrainState
 
 PLAIN_INTERVAL_S = 10.0
 LIVE_INTERVAL_S = 0.2
@@ -160,3 +166,24 @@ class ProgressLine:
             self._show_bar(None)
             self._show_bar = None
         self._speaks = False
+
+
+def append_progress(save: str, event: str, *, job_id: str, world_size: int, state: TrainState) -> None:
+    """One line of `progress.txt` in the folder of checkpoints, fields separated by tabs. A file that cannot be written
+    is a warning, as with every sink."""
+    fields = (
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"Job ID: {job_id}",
+        f"# GPUs: {world_size}",
+        event,
+        f"Iteration: {state.iteration}",
+        f"Consumed samples: {state.consumed_train_samples}",
+        f"Floating-point operations: {state.num_floating_point_operations_so_far:.2e}",
+    )
+    path = Path(save) / "progress.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
+            file.write("\t".join(fields) + "\n")
+    except OSError as error:
+        warn(f"{path} is not written: {error}")

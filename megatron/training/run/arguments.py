@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -184,11 +183,14 @@ def _record_refusal(
     """Write exit.json into --save, so that no former run's record asks to be started again, if that folder exists and
     no run holds it: nothing is made for a run that is none. Ranks of the first machine do.
     """
-    if env.local_rank != env.rank or "--check-config" in words:
+    if "--check-config" in words:
         return
     save = save or last_value(words, "--save")
-    if save is not None and os.path.isdir(save) and not is_held(Path(save)):
-        leave_exit_json(save, ExitRecord.of(status, reason, rank=env.rank))
+    writes = (
+        env.local_rank == env.rank and save is not None and os.path.isdir(save) and not is_held(Path(save))
+    )
+    record = ExitRecord.of(status, reason, rank=env.rank)
+    leave_exit_json(save if writes else None, record, env.record_of_attempt)
 
 
 def _resolved(
@@ -282,15 +284,17 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:
     """The page. python, program: as typed. more: flags that this program needs beside the others."""
-    run, script, no_python = shlex.quote(python), shlex.quote(program), ""
-    tool = shlex.quote(os.path.relpath(command.SCRIPTS / "tools" / "preprocess_data.py"))
+    run, script, started = shlex.quote(python), shlex.quote(program), shlex.quote(program)
+    tool, launch = (
+        shlex.quote(os.path.relpath(command.SCRIPTS / "tools" / name))
+        for name in ("preprocess_data.py", "launch.py")
+    )
     if typed := command.called_as(program):
-        run, script, tool, no_python = "", program, f"{typed} data preprocess", " --no-python"
+        run, script, tool, launch = "", program, f"{typed} data preprocess", f"{typed} launch"
+        started = program.removeprefix(f"{typed} ")
     byte = "--tokenizer-type ByteTokenizer"
     mock, own = ("--mock-data", *_SHAPE, *more), ("--data-path my_text_document", "--split 1", byte, *_SHAPE)
-    torchrun = os.path.join(os.path.dirname(python), "torchrun")
-    launcher = shlex.quote(torchrun) if shutil.which(torchrun) else f"{run} -m torch.distributed.run"
-    both = f"{launcher} --standalone --nproc-per-node 2{no_python}"
+    both = (run, launch, "--nproc-per-node 2 --", started)
     corpus = (run, tool, "--input my.txt", "--output-prefix my", "--append-eod", byte)
     return f"""\
 Megatron-Zero pre-trains GPT models by Megatron-LM's command line, with fully
@@ -302,9 +306,9 @@ On your own text, my.txt:
 {_command(*corpus)}
 {_command(run, script, *own)}
 On 2 ranks, each with half of the weights, gradients and optimizer state:
-{_command(both, script, *_FSDP, *mock)}
+{_command(*both, *_FSDP, *mock)}
 On 2 ranks, each with half of the layers:
-{_command(both, script, *_ZERO_BUBBLE, *mock)}
+{_command(*both, *_ZERO_BUBBLE, *mock)}
 Most often added next:
   --save DIR --save-interval N --load DIR   checkpoints; the same line resumes
   --global-batch-size N                     samples of one optimizer step

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBound
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
-from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders, Region
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
@@ -80,6 +80,7 @@ class PipelineRunner:
         self._per_token_loss = session.config.model.calculate_per_token_loss
         recorders = [one for one in (recorder, profiler) if one is not None]
         self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
+        self.region: Region | None = None  # of a profiler, while one runs
         self._channel = P2P(session.ps)
         self.validator: PostValidator | None = None
         self._step: _Step | None = None
@@ -199,7 +200,7 @@ class PipelineRunner:
         if key not in self._executors:
             self._executors[key] = self._executor(*key)
         self._began_s = time.monotonic()
-        return self._executors[key].run(task.iteration)
+        return self._executors[key].run(task.iteration, self.region)
 
     def _executor(self, num_microbatches: int, purpose: PlanPurpose) -> Executor:
         handlers: dict[Kind, Handler] = {}

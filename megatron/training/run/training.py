@@ -125,6 +125,8 @@ class _Run:
             store_trouble=lambda s: None if self.session is None else self.session.watchdog.store_trouble(s),
             where=lambda: "starting" if self.session is None else self.session.watchdog.place,
             end=self._end_aside,
+            ask=self._asked_to_save,
+            still_s=lambda: 0.0 if self.session is None else self.session.watchdog.still_s,
         )
 
     def run(
@@ -186,7 +188,15 @@ class _Run:
             "rank": self.env.rank,
             "iteration": None if loop is None else loop.state.iteration,
             "checkpoint": None if loop is None else loop.checkpoints.last,
+            "launcher": self.env.record_of_attempt,
         }
+
+    def _asked_to_save(self, why: str) -> bool:
+        """False where there is nothing to save, or nowhere to."""
+        if self.loop is None or self.config.checkpoint.save is None:
+            return False
+        self.signals.ask(why)
+        return True
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
@@ -198,10 +208,11 @@ class _Run:
         """All ranks leave together; status 0 returns to the caller."""
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
-        if self.env.rank == 0:
+        if self.env.local_rank == 0:
             how_far = self._record_of(ending.status)
-            directory = how_far.pop("directory")
-            exit_status.leave_exit_json(directory, ExitRecord.of(ending.status, ending.reason, **how_far))
+            directory, launcher = how_far.pop("directory"), how_far.pop("launcher")
+            record = ExitRecord.of(ending.status, ending.reason, **how_far)
+            exit_status.leave_exit_json(directory if self.env.rank == 0 else None, record, launcher)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

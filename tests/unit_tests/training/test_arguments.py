@@ -323,7 +323,6 @@ def test_launch_lines_of_megatron_that_need_more_are_refused_with_all_reasons():
         "--fp8-amax-compute-algo",
         "--fp8-param-gather",
         "--context-parallel-size",
-        "--profile",
     }
     told = problems_of(base=MIXTRAL_8X7B)
     assert {"--num-experts", "--moe-grouped-gemm", "--expert-model-parallel-size"} <= unsupported(

@@ -14,8 +14,7 @@ from megatron.training.config.config import Config
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.report import writers
 from megatron.training.report.metrics_file import read_metrics
-from megatron.training.report.progress import ProgressLine
-from megatron.training.report.reporter import append_progress
+from megatron.training.report.progress import ProgressLine, append_progress
 from megatron.training.report.writers import Writers, open_writers
 from megatron.training.state import TrainState
 

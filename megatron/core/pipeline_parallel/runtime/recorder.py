@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from megatron.core.pipeline_parallel.plan.ir import Plan
+
+Region = Callable[[str], AbstractContextManager[Any]]  # a range of a profiler's trace, by its name
 
 
 class Recorder(Protocol):
