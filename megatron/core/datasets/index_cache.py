@@ -70,7 +70,8 @@ class IndexCache:
         arrays = None
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with safe_files.locked(f"{self.stem}.lock"):
+            patience_s = safe_files.CACHE_PATIENCE_S
+            with safe_files.locked(f"{self.stem}.lock", patience_s=patience_s, say=logger.warning):
                 try:
                     return self._load()  # another process may have built it while we waited
                 except FileNotFoundError as error:
@@ -83,8 +84,8 @@ class IndexCache:
                 self._store(arrays)
         except OSError as error:
             logger.warning(
-                "index cache %s cannot be written (%s): the index is kept in memory and will be built again by every "
-                "process and run; give --data-cache-path a writable folder",
+                "index cache %s cannot be written (%s): the index is kept in memory and will be built again by the "
+                "next run; give --data-cache-path a folder that is writable and that nobody locks",
                 self.folder,
                 error,
             )

@@ -5,10 +5,16 @@ is that time against the time of a file written there just now: only the file sy
 heartbeat for 60 s is stale, and on the holder's own machine one whose process is gone. Pids mean something only within
 one boot and one pid namespace, and are used again, so these are compared too, and when the process began.
 
-A lease comes into being by a hard link, which fails where one is there, and a stale one goes by a rename, which gives
-it to one process only; who has moved another lease than the one it has judged puts it back. That works without locks,
-which network file systems may lack. A holder that was stopped for longer than a minute finds another's lease, or none,
-and stops: every save asks, before it cleans up and before it commits.
+A file dated further ahead than that was dated before the clock was set back: a live holder dates it anew within
+seconds, so it is watched for that.
+
+[Note: who may end a lease] A lease comes into being by a hard link, which fails where one is there. It is ended, by its
+own holder or by who takes a stale one over, only by the one process that has made the claim on it: a file named after
+the lease's token, which comes into being by a link too. Who has the claim looks once more, and then removes the lease,
+or renames its own over it, so that no third one finds the folder free in between. A claim whose maker died, or was
+stopped, is itself claimed as a lease is, by the token in it; a maker that was only slow sees that, and withdraws. No lock is
+needed, which network file systems may lack and a stopped process keeps. A holder that was stopped for longer than a
+minute finds another's lease, or none, and stops: every save asks, before it cleans up and before it commits.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import hashlib
 import json
 import os
 import secrets
@@ -24,16 +31,16 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.safe_files import locked, open_regular, publish_text
+from megatron.core import waiting
+from megatron.core.safe_files import open_regular, publish_text
 from megatron.core.schema import Place, check, fields_of, integer, or_null, text
 
-LOCK_FILE = ".lease.lock"
 STALE_S = 60.0
 HEARTBEAT_S = 10.0
 PATIENCE_S = STALE_S + 2 * HEARTBEAT_S  # with a former attempt of this job, whose host may have died
@@ -129,8 +136,7 @@ def judge(holder: Holder | None, age_s: float, *, machine: str, is_alive: bool) 
     if holder is None:
         return LeaseState.FREE
     is_gone = holder.machine and holder.machine == machine and not is_alive
-    # The clock itself may have been set back.
-    return LeaseState.STALE if is_gone or abs(age_s) > STALE_S else LeaseState.HELD
+    return LeaseState.STALE if is_gone or age_s > STALE_S else LeaseState.HELD
 
 
 class FoundLease(NamedTuple):
@@ -141,11 +147,20 @@ class FoundLease(NamedTuple):
     age_s: float = 0.0
     beat_s: float = 0.0
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its date says nothing: the clock was set back since the newest heartbeat."""
+        return self.age_s < -STALE_S
 
-def look(folder: Path) -> FoundLease:
-    """What holds a folder. Raises OSError."""
+    @property
+    def heartbeat(self) -> str:
+        return f"dated {-self.age_s:.0f} s ahead of the clock" if self.is_ahead else f"{self.age_s:.0f} s ago"
+
+
+def look(folder: Path, name: str = LEASE_FILE) -> FoundLease:
+    """What holds a folder, or the claim of this name. Raises OSError."""
     try:
-        holder, beat_s = _read(folder / LEASE_FILE)
+        holder, beat_s = _read(folder / name)
     except FileNotFoundError:
         return FoundLease(LeaseState.FREE)
     with tempfile.TemporaryFile(dir=folder) as probe:  # dated by the clock that dates the folder's files
@@ -169,41 +184,129 @@ def _read(path: Path, renewed_by: str = "") -> tuple[Holder, float]:
 def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
     """Make the folder's lease this process's. say: gets a line where a stale one is taken over or one is waited for.
 
-    A former attempt of the same job is waited for. Raises LeaseError where another run holds it, OSError.
+    A former attempt of the same job is waited for, and whether one dated ahead of the clock is renewed. Raises
+    LeaseError where another run holds it, OSError, what `waiting.pause` raises.
     """
-    deadline, waits = time.monotonic() + PATIENCE_S, False
-    while (held := _try(folder, me, say)) is not None:
-        holder, age_s = held
-        is_same_job = me.run_id is not None and holder.run_id == me.run_id
-        if not is_same_job or time.monotonic() > deadline:
+    began, first = time.monotonic(), None
+    while (found := _try(folder, me, say)) is not None:
+        holder, waited_s = found.holder, time.monotonic() - began
+        assert holder is not None, f"{found}: held by nobody"
+        is_same_job = me.run_id is not None and holder.run_id == me.run_id and waited_s <= PATIENCE_S
+        is_silent = _may_be_dead(found) and first in (None, (holder.token, found.beat_s))
+        if is_silent and waited_s > STALE_S:
+            why = f"{found.heartbeat} and not renewed for {waited_s:.0f} s"
+            if _take_over(folder, found, me):
+                return say(_taken_over(folder, holder, why))
+            continue
+        if not (is_same_job or is_silent):
             raise LeaseError(
-                f"--save {folder}: another run holds this folder: {holder.name}, last heartbeat {age_s:.0f} s ago "
+                f"--save {folder}: another run holds this folder: {holder.name}, last heartbeat {found.heartbeat} "
                 f"({folder / LEASE_FILE}). It is free when that run ends, or {STALE_S:.0f} s after its last "
                 "heartbeat. Give this run another --save, or wait for that run or stop it"
             )
-        if not waits:
-            waits = True
-            say(f" > --save {folder}: waiting for a former attempt of this job to end ({holder.name})")
-        time.sleep(_POLL_S)
+        if first is None:
+            first = holder.token, found.beat_s
+            whom = "a former attempt of this job to end" if is_same_job else "a heartbeat of another run"
+            more = "" if is_same_job else f": its last is {found.heartbeat}; after {STALE_S:.0f} s it counts as gone"
+            say(f" > --save {folder}: waiting for {whom} ({holder.name}){more}")
+        waiting.pause(_POLL_S)
 
 
-def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> tuple[Holder, float] | None:
-    """Take the lease, None; or who holds it, and the age of its heartbeat."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a file system without locks
-            stack.enter_context(locked(folder / LOCK_FILE))
-        while True:
-            publish_text(folder / LEASE_FILE, me.to_json(), replace=False)
-            state, holder, age_s, beat_s = look(folder)
-            if holder is None:
-                continue
-            if holder.token == me.token:
-                return None
-            if state is LeaseState.HELD:
-                return holder, age_s
-            if _remove(folder, holder, beat_s):
-                why = f"no heartbeat for {age_s:.0f} s" if abs(age_s) > STALE_S else "that process is gone"
-                say(f" > --save {folder}: took over the lease of another run ({holder.name}): {why}")
+def _may_be_dead(found: FoundLease) -> bool:
+    """Whether only time can tell: neither the date nor this machine's processes do."""
+    holder = found.holder
+    is_here = holder is not None and holder.machine == this_machine() != ""
+    return found.is_ahead and not is_here
+
+
+def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> FoundLease | None:
+    """Take the lease, None; or the one that is held."""
+    while True:
+        publish_text(folder / LEASE_FILE, me.to_json(), replace=False)
+        found = look(folder)
+        holder = found.holder
+        if holder is None:
+            continue
+        if holder.token == me.token:
+            return None
+        if found.state is LeaseState.HELD:
+            return found
+        if _take_over(folder, found, me):
+            why = f"no heartbeat for {found.age_s:.0f} s" if found.age_s > STALE_S else "that process is gone"
+            say(_taken_over(folder, holder, why))
+            return None
+        waiting.pause(_POLL_S)  # another does
+
+
+def _taken_over(folder: Path, holder: Holder, why: str) -> str:
+    return f" > --save {folder}: took over the lease of another run ({holder.name}): {why}"
+
+
+def _take_over(folder: Path, judged: FoundLease, me: Holder) -> bool:
+    """Put this run's lease in the place of the one that was judged, unless another process does, or it is another one
+    meanwhile, or has had a heartbeat."""
+    claims = _claim(folder, judged.holder, me)
+    try:
+        if not claims or not _is_there(folder, judged):
+            return False
+        publish_text(folder / LEASE_FILE, me.to_json())
+        mine = _claim_path(folder, me)
+        if not _is_made_by(claims[-1], me) or os.path.lexists(mine):
+            os.unlink(folder / LEASE_FILE)  # this process was stopped for a minute, right here
+            return False
+        claims += folder.glob(_claim_pattern("*"))  # of processes that died behind such a line
+        return True
+    finally:
+        _give_up(claims)
+
+
+def _is_there(folder: Path, judged: FoundLease) -> bool:
+    try:
+        holder, beat_s = _read(folder / LEASE_FILE)
+    except FileNotFoundError:
+        return False
+    return (holder, beat_s) == (judged.holder, judged.beat_s)
+
+
+def _claim_pattern(token: str) -> str:
+    return f".{LEASE_FILE}.{token}.claim"
+
+
+def _claim_path(folder: Path, holder: Holder) -> Path:
+    """The name of the claim on this holder's lease, whatever the lease says is its token."""
+    return folder / _claim_pattern(hashlib.sha256(holder.token.encode()).hexdigest()[:32])
+
+
+def _claim(folder: Path, holder: Holder | None, me: Holder) -> list[Path]:
+    """The claim on this holder's lease, last, behind those of processes that died before they had made use of it.
+
+    Empty where another process has it. See [Note: who may end a lease].
+    """
+    claims: list[Path] = []
+    while holder is not None:
+        path = _claim_path(folder, holder)
+        if path in claims:
+            raise LeaseError(f"{path} and {claims[-1]} name each other: remove them")
+        claims.append(path)
+        publish_text(path, me.to_json(), replace=False)
+        found = look(folder, path.name)
+        if found.holder is not None and found.holder.token == me.token:
+            return claims
+        if found.state is LeaseState.HELD and not found.is_ahead:  # nobody keeps a claim until a clock is set
+            break
+        holder = found.holder
+    return []
+
+
+def _is_made_by(path: Path, me: Holder) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return _read(path)[0].token == me.token
+    return False
+
+
+def _give_up(claims: Iterable[Path]) -> None:
+    for claim in claims:
+        claim.unlink(missing_ok=True)
 
 
 class Lease:
@@ -245,8 +348,11 @@ class Lease:
         try:
             if not self._released.is_set():
                 self._released.set()
-                if self._touch() == self._me:
-                    _remove(self._folder, self._me)
+                ender = dataclasses.replace(self._me, token=secrets.token_hex(16))
+                if claims := _claim(self._folder, self._me, ender):
+                    if self._touch() == self._me:
+                        os.unlink(self._folder / LEASE_FILE)
+                    _give_up(claims)
         except OSError:
             return  # it grows stale
         finally:
@@ -268,25 +374,6 @@ class Lease:
                 return
             except OSError:
                 continue  # a file system in trouble: the next beat or the next save meets it
-
-
-def _remove(folder: Path, judged: Holder, beat_s: float | None = None) -> bool:
-    """Take this lease away, whether it was there; but no other that has come in its place meanwhile, nor one whose
-    newest heartbeat is another than was judged."""
-    aside = folder / f".{LEASE_FILE}.{secrets.token_hex(8)}.tmp"
-    try:
-        os.rename(folder / LEASE_FILE, aside)
-    except FileNotFoundError:
-        return False
-    try:
-        holder, newest_s = _read(aside)
-        is_judged = holder.token == judged.token and beat_s in (None, newest_s)
-        if not is_judged:
-            with contextlib.suppress(OSError):  # its holder makes it again, or stops
-                os.link(aside, folder / LEASE_FILE)
-        return is_judged
-    finally:
-        os.unlink(aside)
 
 
 def _uptime_s() -> float:

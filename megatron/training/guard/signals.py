@@ -29,6 +29,14 @@ def default_second(signum: int) -> int:
     return 128 + signum
 
 
+class StopRequested(BaseException):  # noqa: N818 - an end, not an error, and not for user code to catch
+    """A signal asked to stop while this rank waited for others, with nothing trained yet that would be saved."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} before training began; nothing is lost")
+        self.name = name
+
+
 class SignalHandler:
     """Installs handlers on entry and puts the old ones back on `close`; main thread only.
 
@@ -49,6 +57,11 @@ class SignalHandler:
         """Name of the signal that asked to stop ("SIGTERM"), or None. Polled once an iteration, and agreed on by all
         ranks."""
         return self._first.name if self._first is not None else None
+
+    def end_waiting(self) -> None:
+        """For `waiting.ended_by`: raises StopRequested once a signal asks to stop."""
+        if self._first is not None:
+            raise StopRequested(self._first.name)
 
     def __enter__(self) -> SignalHandler:
         assert not self._ends, "signal handlers are already installed"
