@@ -70,7 +70,12 @@ class ExitStatus(enum.IntEnum):
         "a machine is not to be trusted: two different non-finite results under `--nan-policy rerun-once`, or "
         "different weights on replicas, found by `--check-weight-hash-across-dp-replicas-interval`",
     )
-    STOPPED = 75, "stopped by a signal with a valid checkpoint: start again with the same command", True
+    STOPPED = (
+        75,
+        "stopped by a signal with a valid checkpoint, or with `--save` before training began: start again with the "
+        "same command",
+        True,
+    )
     STOPPED_UNSAVED = 143, "stopped by a signal without `--save`: nothing to go on from"
 
 
@@ -110,6 +115,12 @@ class TrainingExit(Exception):  # noqa: N818 - an end, not an error
     def __init__(self, status: ExitStatus, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
+
+
+def stopped_status(save: str | None) -> ExitStatus:
+    """The status of a run that a signal stopped, once it is saved or before it began to train: with --save the same
+    command goes on."""
+    return ExitStatus.STOPPED_UNSAVED if save is None else ExitStatus.STOPPED
 
 
 def clear_exit_json(directory: str | Path) -> None:
@@ -207,7 +218,10 @@ def report_failure(
         told = f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}"
     else:
         kind = status.name.lower().replace("_", " ")
-        told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {reason}"
+        what = (
+            "stopped (" if status in (ExitStatus.STOPPED, ExitStatus.STOPPED_UNSAVED) else f"error ({kind}, "
+        )
+        told = f"[rank {rank}] {what}exit status {int(status)}): {reason}"
     _tell(told)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()

@@ -12,9 +12,9 @@ seconds, so it is watched for that.
 own holder or by who takes a stale one over, only by the one process that has made the claim on it: a file named after
 the lease's token, which comes into being by a link too. Who has the claim looks once more, and then removes the lease,
 or renames its own over it, so that no third one finds the folder free in between. A claim whose maker died, or was
-stopped, is itself claimed as a lease is, by the token in it; a maker that was only slow sees that, and withdraws. No lock is
-needed, which network file systems may lack and a stopped process keeps. A holder that was stopped for longer than a
-minute finds another's lease, or none, and stops: every save asks, before it cleans up and before it commits.
+stopped, is itself claimed as a lease is, by the token in it; a maker that was only slow sees that, and withdraws. No
+lock is needed, which network file systems may lack and a stopped process keeps. A holder that was stopped for longer
+than a minute finds another's lease, or none, and stops: every save asks, before it cleans up and before it commits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.core import waiting
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core import waiting
 from megatron.core.safe_files import open_regular, publish_text
 from megatron.core.schema import Place, check, fields_of, integer, or_null, text
 
@@ -207,7 +207,11 @@ def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
         if first is None:
             first = holder.token, found.beat_s
             whom = "a former attempt of this job to end" if is_same_job else "a heartbeat of another run"
-            more = "" if is_same_job else f": its last is {found.heartbeat}; after {STALE_S:.0f} s it counts as gone"
+            more = (
+                ""
+                if is_same_job
+                else f": its last is {found.heartbeat}; after {STALE_S:.0f} s it counts as gone"
+            )
             say(f" > --save {folder}: waiting for {whom} ({holder.name}){more}")
         waiting.pause(_POLL_S)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from megatron.core import waiting
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 
@@ -78,7 +79,7 @@ def _retried(call: Callable[[], object], patience_s: float) -> tuple[Exception, 
         except (OSError, UnicodeError) as error:
             if (waited_s := time.monotonic() - began) > patience_s or isinstance(error, UnicodeError):
                 return error, waited_s
-        time.sleep(next(waits))
+        waiting.pause(next(waits))
 
 
 def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
@@ -110,7 +111,10 @@ def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
     thread = threading.Thread(target=make, name="store", daemon=True)
     with _torch_quiet():
         thread.start()
-        thread.join(ANSWER_S * 1.5)
+        deadline = time.monotonic() + ANSWER_S * 1.5
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.1)
+            waiting.pause(0.0)
     found = made[0] if made else TimeoutError(f"no answer within {ANSWER_S * 1.5:g} s")
     if isinstance(found, dist.TCPStore):
         return found

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core import waiting
 from megatron.core.transport.peer_loss import PeerLostError, peer_loss_named
 from megatron.training.config.launch_env import LaunchEnvError
 from megatron.training.guard.rendezvous import pauses
@@ -117,7 +118,7 @@ class Meeting:
                 return None
             if time.monotonic() - self._began > self._timeout_s:
                 return self._post({"missing": self._without("came") or self._without("facts") or [0]})
-            time.sleep(next(waits))
+            waiting.pause(next(waits))
 
     def _without(self, key: str) -> list[int]:
         return [rank for rank in self._everyone if not self._store.check([f"{key}/{rank}"])]

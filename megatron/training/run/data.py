@@ -19,6 +19,7 @@ from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives
 from megatron.training.config.config import Config
+from megatron.training.guard.signals import StopRequested
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.state import TrainState
@@ -261,14 +262,17 @@ def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
             try:
                 built = build()
             # Told to all ranks below, so that nobody waits for a lost peer.
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, StopRequested) as error:
                 failure = error
-        reasons = session.gather(None if failure is None else str(failure))
+        stop = failure.name if isinstance(failure, StopRequested) else None
+        reasons = session.gather(None if failure is None else [stop, str(failure)])
         if failure is not None:
             raise failure
         for rank, reason in enumerate(reasons):
+            if reason is not None and reason[0] is not None:
+                raise StopRequested(reason[0])
             if reason is not None:
-                raise DataError(f"rank {rank} could not build the data sets: {reason}")
+                raise DataError(f"rank {rank} could not build the data sets: {reason[1]}")
     collectives.barrier(session.ps.control_group)
     return built
 

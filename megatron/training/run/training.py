@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from megatron.core import waiting
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.enums import ModelType
@@ -24,7 +25,7 @@ from megatron.training.guard import exit_status
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
-from megatron.training.guard.signals import SignalHandler
+from megatron.training.guard.signals import SignalHandler, StopRequested
 from megatron.training.guard.startup_check import StartupMismatchError
 from megatron.training.guard.watchdog import OrphanedError, OrphanGuard
 from megatron.training.guard.weight_check import NonFiniteWeightsError, ReplicaMismatchError
@@ -131,15 +132,16 @@ class _Run:
         self, datasets_provider: DatasetsProvider, model_provider: ModelProvider, forward_step: ForwardStep
     ) -> Ending:
         """Everything up to the last iteration. Raises what STATUS_TABLE lists, and TrainingExit."""
-        session = self.session = initialize(self.config, self.env, self.folder)
-        config, ps = session.config, session.ps
-        args = {**config.flat(), **config.extra}
-        global_vars.set_global_variables(args, rank=ps.rank, world_size=ps.world_size)
-        parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
-        global_vars.provide(config=config, parallel_state=ps, **parts)
-        with session.watchdog.phase("build model"):
-            engine = build_engine(config, ps, model_provider)
-            runner = build_runner(session, engine, forward_step)
+        with waiting.ended_by(self.signals.end_waiting):
+            session = self.session = initialize(self.config, self.env, self.folder)
+            config, ps = session.config, session.ps
+            args = {**config.flat(), **config.extra}
+            global_vars.set_global_variables(args, rank=ps.rank, world_size=ps.world_size)
+            parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
+            global_vars.provide(config=config, parallel_state=ps, **parts)
+            with session.watchdog.phase("build model"):
+                engine = build_engine(config, ps, model_provider)
+                runner = build_runner(session, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, engine, runner)
         try:
             return self.loop.run(datasets_provider)
@@ -152,6 +154,8 @@ class _Run:
         watchdog = None if self.session is None else self.session.watchdog
         if exit_status.status_of(error, STATUS_TABLE) is ExitStatus.BUG:
             error = limit_behind(error) or error
+        if isinstance(error, StopRequested):
+            error = TrainingExit(exit_status.stopped_status(self.config.checkpoint.save), str(error))
         status = exit_status.status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
             diagnose = None if watchdog is None else watchdog.diagnose
