@@ -17,10 +17,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.command import as_called
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
+from megatron.core.schema import Place, check, fields_of, integer, or_null
 from megatron.training.guard.console import show_bar
 
 EXIT_FILE = "exit.json"
@@ -109,6 +110,22 @@ class ExitRecord:
         return cls(status, reason, iteration, checkpoint, rank, status.requeue)
 
 
+def _words(value: Any, place: Place) -> None:
+    """A message may have any characters, and as many as the file."""
+    if not isinstance(value, str):
+        place.fail("text", value)
+
+
+def _status(value: Any, place: Place) -> None:
+    integer()(value, place)
+    if value not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
+        place.fail("an exit status", value)
+
+
+_OWN = {"status": _status, "reason": _words, "iteration": or_null(integer()), "checkpoint": or_null(_words)}
+_SCHEMA = fields_of(ExitRecord, **_OWN)
+
+
 class TrainingExit(Exception):  # noqa: N818 - an end, not an error
     """Raised where the loop decides to end the run early with a status that is not an error of a part."""
 
@@ -173,14 +190,13 @@ def read_exit_json(directory: str | Path) -> ExitRecord | None:
     """
     path = Path(directory) / EXIT_FILE
     try:
-        record = ExitRecord(**read_json(path, max_bytes=MAX_BYTES))
-        if record.status not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
-            raise ValueError(f"unknown status {record.status}")
-        return record
+        fields = read_json(path, max_bytes=MAX_BYTES)
+        check(_SCHEMA, fields, Place(path))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not an exit record: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not an exit record: {str(error).removeprefix(f'{path}: ')}") from None
+    return ExitRecord(**fields)
 
 
 StatusTable = Mapping[type[BaseException], ExitStatus]

@@ -94,6 +94,9 @@ def launch_config(
     words, env = list(sys.argv[1:] if argv is None else argv), LaunchEnv()
     try:
         env = LaunchEnv.read()
+        if gone := command.lost_folder():
+            why, fix = gone.split(": ", 1)
+            raise ConfigurationError([Problem("launcher", (), why, fix)])
         line = read_command_line(words, extra_args_provider, args_defaults)
         if not line.values.get("check_config"):
             end_at_once(functools.partial(_last_words, env, line.values.get("save")))

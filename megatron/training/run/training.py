@@ -154,12 +154,15 @@ class _Run:
         watchdog = None if self.session is None else self.session.watchdog
         if exit_status.status_of(error, STATUS_TABLE) is ExitStatus.BUG:
             error = limit_behind(error) or error
-        if isinstance(error, StopRequested):
+        is_stopped = isinstance(error, StopRequested)
+        if is_stopped:
             error = TrainingExit(exit_status.stopped_status(self.config.checkpoint.save), str(error))
         status = exit_status.status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
             diagnose = None if watchdog is None else watchdog.diagnose
             self._report(error, diagnose=diagnose)
+        elif is_stopped:  # perhaps no other rank was
+            self._leave_record(status, str(error))
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
@@ -198,14 +201,17 @@ class _Run:
         self.folder.release()
         return status
 
+    def _leave_record(self, status: ExitStatus, reason: str) -> None:
+        how_far = self._record_of(status)
+        directory = how_far.pop("directory")
+        exit_status.leave_exit_json(directory, ExitRecord.of(status, reason, **how_far))
+
     def end(self, ending: Ending) -> None:
         """All ranks leave together; status 0 returns to the caller."""
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
         if self.env.rank == 0:
-            how_far = self._record_of(ending.status)
-            directory = how_far.pop("directory")
-            exit_status.leave_exit_json(directory, ExitRecord.of(ending.status, ending.reason, **how_far))
+            self._leave_record(ending.status, ending.reason)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:
