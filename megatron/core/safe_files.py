@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.core.waiting import pause
+from megatron.core.transport.waiting import pause
 
 FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
 PRIVATE_MODE = 0o600

@@ -93,9 +93,10 @@ def held_in_memory(name: str, layout: Layout, blocks: Iterable[NDArray[Any]]) ->
     """An array whose rows these blocks are, in a file in memory. Raises DataError where there is no room for it."""
     require_memory(layout_bytes(layout), name)
     array = HeldArray(os.memfd_create("index", os.MFD_CLOEXEC), name, layout)
-    with open(array._fd, "wb", closefd=False) as file:
-        for block in blocks:
-            file.write(np.ascontiguousarray(block, dtype=layout[0]).reshape(-1).data)
+    for block in blocks:
+        left = np.ascontiguousarray(block, dtype=layout[0]).reshape(-1).view(np.uint8).data
+        while left:
+            left = left[os.write(array._fd, left) :]
     return array
 
 

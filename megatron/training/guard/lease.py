@@ -35,11 +35,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core import waiting
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.safe_files import open_regular, publish_text
 from megatron.core.schema import Place, check, fields_of, integer, or_null, text
+from megatron.core.transport import waiting
 
 STALE_S = 60.0
 HEARTBEAT_S = 10.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from megatron.core import waiting
+from megatron.core.transport import waiting
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 

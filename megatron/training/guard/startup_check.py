@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core import waiting
+from megatron.core.transport import waiting
 from megatron.core.transport.peer_loss import PeerLostError, peer_loss_named
 from megatron.training.config.launch_env import LaunchEnvError
 from megatron.training.guard.rendezvous import MEETING, pauses

@@ -7,7 +7,7 @@ import datetime
 import gc
 import time
 
-from megatron.core import waiting
+from megatron.core.transport import waiting
 from megatron.training import global_vars
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.microbatches import ends_at

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from megatron.core import waiting
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.enums import ModelType
@@ -15,6 +14,7 @@ from megatron.core.optimizer.mixed_precision import OptimizerStateError
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.transport import waiting
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training import global_vars
 from megatron.training.config.config import Config

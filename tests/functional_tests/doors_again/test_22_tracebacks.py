@@ -222,7 +222,9 @@ def test_a_signal_while_torch_is_imported(name, words, status, tmp_path, monkeyp
 def test_only_runs_that_solve_again_are_said_to_keep_a_plan(tmp_path):
     (tmp_path / "file").write_text("{}")
     line = [*LINE, "--check-config", "--pipeline-schedule-file", tmp_path / "file"]
-    said = run_script("pretrain_gpt.py", *line, "--pipeline-model-parallel-size", 2, "--world-size", 2, cwd=tmp_path)
+    said = run_script(
+        "pretrain_gpt.py", *line, "--pipeline-model-parallel-size", 2, "--world-size", 2, cwd=tmp_path
+    )
     assert said.returncode == 2
     assert "a run that solves its schedule again keeps pipeline-plan.json in --save" in said.stderr
     launch.ok(launch.run_forked([*SAVING, "--pipeline-model-parallel-size", "2"], ranks=2, cwd=tmp_path))

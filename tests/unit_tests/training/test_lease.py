@@ -313,6 +313,7 @@ def test_claims_that_name_each_other_are_an_error(tmp_path):
     stale = put(tmp_path, 75.0, machine=ELSEWHERE)
     first = claimed(tmp_path, stale, process_start="1")
     lease_module._claim_path(tmp_path, first).write_text(stale.to_json())
+    os.utime(lease_module._claim_path(tmp_path, first), (1.0, 1.0))
     with pytest.raises(LeaseError, match="name each other"):
         take(tmp_path, Holder.this_process(), say=str)
 
