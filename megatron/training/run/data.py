@@ -20,7 +20,7 @@ from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.training.config.config import Config
-from megatron.training.guard.lease import this_machine
+from megatron.training.guard.lease_holder import this_machine
 from megatron.training.guard.signals import StopRequested
 from megatron.training.report import metrics
 from megatron.training.report.session import Session

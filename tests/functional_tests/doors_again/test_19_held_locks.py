@@ -20,7 +20,8 @@ from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.training.guard import lease as lease_module
-from megatron.training.guard.lease import Holder, LeaseError, look, take
+from megatron.training.guard.lease import LeaseError, take
+from megatron.training.guard.lease_holder import Holder, look
 from tests.harness import launch
 
 LINE = [*launch.TINY_DATA, "--mock-data", "--data-cache-path", "cache", "--train-iters", "2"]

@@ -15,17 +15,15 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.training.guard import lease as lease_module
-from megatron.training.guard.lease import (
+from megatron.training.guard.lease import Lease, LeaseError, take
+from megatron.training.guard.lease_holder import (
     STALE_S,
     UNREADABLE,
     Holder,
-    Lease,
-    LeaseError,
     LeaseState,
     judge,
     look,
     process_start,
-    take,
     this_machine,
 )
 
