@@ -50,13 +50,11 @@ def main(argv: list[str] | None = None) -> int:
         "--loss-svg", type=Path, metavar="FILE", help="write the loss curve alone, for a document"
     )
     args = parser.parse_args(argv)
-    metrics = [run / "metrics.jsonl" if run.is_dir() else run for run in args.run]
-    target = (
-        args.loss_svg
-        or args.out
-        or metrics[0].with_name("report.html" if len(metrics) == 1 else "comparison.html")
-    )
+    target = args.run[0]
     try:
+        metrics = [run / "metrics.jsonl" if run.is_dir() else run for run in args.run]
+        name = "report.html" if len(metrics) == 1 else "comparison.html"
+        target = args.loss_svg or args.out or metrics[0].with_name(name)
         out = made(args, metrics, target)
     except OSError as error:
         print(f"{parser.prog}: {error.filename or target}: {error.strerror or error}", file=sys.stderr)

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core.datasets.blend import Blend
 from megatron.core.datasets.builder import Datasets, GPTDatasetSpec, build_train_valid_test_datasets
-from megatron.core.datasets.gpt_dataset import MockDataset as MockGPTDataset
 from megatron.core.datasets.gpt_dataset import SampleFormat, pad_id
+from megatron.core.datasets.mock_dataset import MockDataset as MockGPTDataset
 from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 

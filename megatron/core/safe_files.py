@@ -19,14 +19,20 @@ import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from megatron.core.transport.waiting import pause
 
 FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
 PRIVATE_MODE = 0o600
 SHARED_MODE = 0o666  # corpora, indices of them, reports: the umask alone says who may read them
 DEVICES = "/dev"
+SAY_AFTER_S = 5.0  # of waiting for a lock
+# With who fills a cache, and may have been stopped: then what is missing is made without it.
+CACHE_PATIENCE_S = 60.0
 StrPath = str | os.PathLike[str]
 
 _UMASK = os.umask(0o077)  # asked once, before there are threads: asking sets it for a moment
@@ -155,8 +161,12 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
                 os.link(temporary, target, follow_symlinks=False)
             except FileExistsError:
                 return
-            except OSError:  # a file system without hard links
-                replace = not os.path.lexists(target)
+            except OSError:  # a file system without hard links: who makes the name has it, content follows
+                try:
+                    os.close(os.open(target, flags, PRIVATE_MODE))
+                except FileExistsError:
+                    return
+                replace = True
         if replace:
             os.replace(temporary, target)
     finally:
@@ -199,15 +209,19 @@ def open_for_append(path: StrPath, *, mode: int = FILE_MODE) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: StrPath, *, wait: bool = True) -> Iterator[None]:
+def locked(
+    path: StrPath, *, patience_s: float, say: Callable[[str], None] = lambda line: None
+) -> Iterator[None]:
     """Hold the lock file at `path`, which is made if need be; the system frees the lock of a process that dies.
 
-    wait: False raises BlockingIOError where another process holds it. Raises OSError.
+    patience_s: raises BlockingIOError where another process still holds it after so long; 0 waits for nobody. say: gets
+    a line once waiting takes long. Raises OSError, and what `waiting.pause` raises.
     """
+    began = time.monotonic()
     while True:
         fd = _open_checked(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            _lock(fd, path, began, patience_s, say)
             try:
                 is_there = os.path.samestat(os.fstat(fd), os.lstat(path))
             except FileNotFoundError:
@@ -217,6 +231,23 @@ def locked(path: StrPath, *, wait: bool = True) -> Iterator[None]:
                 return
         finally:
             os.close(fd)
+
+
+def _lock(fd: int, path: StrPath, began: float, patience_s: float, say: Callable[[str], None]) -> None:
+    pause_s, is_told = 0.002, False
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited_s = time.monotonic() - began
+            if waited_s >= patience_s:
+                why = "another process holds this lock" + (f" for {waited_s:.0f} s now" if patience_s else "")
+                raise BlockingIOError(errno.EWOULDBLOCK, why, os.fspath(path)) from None
+        if not is_told and waited_s >= SAY_AFTER_S:
+            is_told = True
+            say(f"waiting for {path}, which another process has locked; at most {patience_s:.0f} s")
+        pause(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
 
 
 def sync_directory(path: StrPath) -> None:

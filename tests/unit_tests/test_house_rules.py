@@ -114,7 +114,7 @@ OPENERS = {
     "megatron/core/device.py": "figures of this process in /proc",
     "megatron/core/transport/shm_transport.py": "the machine's number and its ranks' memory in /proc",
     "megatron/training/guard/console.py": "a descriptor that leads nowhere",
-    "megatron/training/guard/lease.py": "a file without a name, for the file system's time; processes in /proc",
+    "megatron/training/guard/lease_holder.py": "a file without a name, for the file system's time; processes in /proc",
     "megatron/training/guard/startup_check.py": "the sources of this very program",
     "megatron/core/dist_checkpointing/files.py": "new files of this save, hashed on the way",
     "megatron/core/dist_checkpointing/commit.py": "the manifest that this save has written",

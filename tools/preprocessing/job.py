@@ -124,7 +124,7 @@ def _parts_folder(job: Job, tokenizer: Tokenizer) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(safe_files.locked(lock, wait=False))
+            stack.enter_context(safe_files.locked(lock, patience_s=0))
         except BlockingIOError:
             raise DataError(f"--output-prefix {job.output_prefix}: another run is writing there") from None
         _tidy(job, json.dumps(description))

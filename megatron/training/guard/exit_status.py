@@ -17,10 +17,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.command import as_called
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
+from megatron.core.schema import Place, check, fields_of, integer, or_null
 from megatron.training.guard.console import show_bar
 
 EXIT_FILE = "exit.json"
@@ -70,7 +71,12 @@ class ExitStatus(enum.IntEnum):
         "a machine is not to be trusted: two different non-finite results under `--nan-policy rerun-once`, or "
         "different weights on replicas, found by `--check-weight-hash-across-dp-replicas-interval`",
     )
-    STOPPED = 75, "stopped by a signal with a valid checkpoint: start again with the same command", True
+    STOPPED = (
+        75,
+        "stopped by a signal with a valid checkpoint, or with `--save` before training began: start again with the "
+        "same command",
+        True,
+    )
     STOPPED_UNSAVED = 143, "stopped by a signal without `--save`: nothing to go on from"
 
 
@@ -107,12 +113,34 @@ class ExitRecord:
         return cls(status, reason, iteration, checkpoint, rank, status.requeue)
 
 
+def _words(value: Any, place: Place) -> None:
+    """A message may have any characters, and as many as the file."""
+    if not isinstance(value, str):
+        place.fail("text", value)
+
+
+def _status(value: Any, place: Place) -> None:
+    integer()(value, place)
+    if value not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
+        place.fail("an exit status", value)
+
+
+_OWN = {"status": _status, "reason": _words, "iteration": or_null(integer()), "checkpoint": or_null(_words)}
+_SCHEMA = fields_of(ExitRecord, **_OWN)
+
+
 class TrainingExit(Exception):  # noqa: N818 - an end, not an error
     """Raised where the loop decides to end the run early with a status that is not an error of a part."""
 
     def __init__(self, status: ExitStatus, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
+
+
+def stopped_status(save: str | None) -> ExitStatus:
+    """The status of a run that a signal stopped, once it is saved or before it began to train: with --save the same
+    command goes on."""
+    return ExitStatus.STOPPED_UNSAVED if save is None else ExitStatus.STOPPED
 
 
 def clear_exit_json(directory: str | Path) -> None:
@@ -166,14 +194,13 @@ def read_exit_json(directory: str | Path) -> ExitRecord | None:
     """
     path = Path(directory) / EXIT_FILE
     try:
-        record = ExitRecord(**read_json(path, max_bytes=MAX_BYTES))
-        if record.status not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
-            raise ValueError(f"unknown status {record.status}")
-        return record
+        fields = read_json(path, max_bytes=MAX_BYTES)
+        check(_SCHEMA, fields, Place(path))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not an exit record: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not an exit record: {str(error).removeprefix(f'{path}: ')}") from None
+    return ExitRecord(**fields)
 
 
 StatusTable = Mapping[type[BaseException], ExitStatus]
@@ -213,7 +240,9 @@ def report_failure(
         told = f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}"
     else:
         kind = status.name.lower().replace("_", " ")
-        told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {reason}"
+        is_stop = status in (ExitStatus.STOPPED, ExitStatus.STOPPED_UNSAVED)
+        what = "stopped (" if is_stop else f"error ({kind}, "
+        told = f"[rank {rank}] {what}exit status {int(status)}): {reason}"
     left = launcher is not None and status in REFUSALS and tell_launcher(error_file, status, told)
     if not left:
         _tell(told)

@@ -7,8 +7,7 @@ at once, is read by a small thread, and that thread can end the process while th
 [Note: echo] Slurm signals the launcher and the ranks, and the launcher forwards the signal: the same request
 arrives twice within milliseconds. A repetition within ECHO_S of the first is therefore the same request.
 
-SIGUSR1 is what batch systems are asked to send ahead of the end (Slurm's `--signal=USR1@60`). A SIGHUP that is ignored
-when we come stays ignored: whoever started us with `nohup` means to hang up.
+SIGUSR1 is what batch systems are asked to send ahead of the end (Slurm's `--signal=USR1@60`).
 """
 
 from __future__ import annotations
@@ -28,6 +27,31 @@ ECHO_S = 0.25
 def default_second(signum: int) -> int:
     """Status of a process ended by a signal, as shells report it."""
     return 128 + signum
+
+
+class StopRequested(BaseException):
+    """A signal asked to stop while this rank waited for others, with nothing trained yet that would be saved."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} before training began; nothing is lost")
+        self.name = name
+
+
+def end_at_once(last_words: Callable[[StopRequested], int]) -> None:
+    """Until a SignalHandler takes over, a stop signal ends the process with the status that last_words returns."""
+
+    def end(signum: int, frame: object) -> None:
+        os._exit(last_words(StopRequested(signal.Signals(signum).name)))
+
+    if threading.current_thread() is threading.main_thread():
+        for number in _ours():
+            _before.setdefault(number, signal.signal(number, end))
+
+
+def _ours() -> list[signal.Signals]:
+    """Not a SIGHUP that is ignored: whoever started us with `nohup` means to hang up."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (ignored and number is signal.SIGHUP)]
 
 
 class SignalHandler:
@@ -56,16 +80,21 @@ class SignalHandler:
         """Ask the loop to save and leave as a first signal does. From any thread."""
         self._asked = why
 
+    def end_waiting(self) -> None:
+        """For `waiting.ended_by`: raises StopRequested once a signal asks to stop."""
+        if self._first is not None:
+            raise StopRequested(self._first.name)
+
     def __enter__(self) -> SignalHandler:
         assert not self._ends, "signal handlers are already installed"
         self._ends = socket.socketpair()
         self._ends[1].setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
         self._thread.start()
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                # A handler must exist, else the default action kills the process; the thread counts.
-                self._old[number] = signal.signal(number, lambda signum, frame: None)
+        for number in _ours():
+            # A handler must exist, else the default action kills the process; the thread counts.
+            old = signal.signal(number, lambda signum, frame: None)
+            self._old[number] = _before.pop(number, old)
         _installed.append(self)
         return self
 
@@ -105,6 +134,7 @@ class SignalHandler:
 
 
 _installed: list[SignalHandler] = []
+_before: dict[signal.Signals, Any] = {}  # what `end_at_once` took the place of
 
 
 def _after_fork_in_child() -> None:

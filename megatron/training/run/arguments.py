@@ -7,7 +7,9 @@ What is wrong is printed all at once and ends the process with status 2; under a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import shlex
 import sys
@@ -41,8 +43,15 @@ from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console, on_terminal, terminal_width
-from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json, tell_launcher
+from megatron.training.guard.exit_status import (
+    ExitRecord,
+    ExitStatus,
+    leave_exit_json,
+    stopped_status,
+    tell_launcher,
+)
 from megatron.training.guard.run_folder import is_held
+from megatron.training.guard.signals import StopRequested, end_at_once
 
 __all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
 
@@ -85,7 +94,12 @@ def launch_config(
     words, env = list(sys.argv[1:] if argv is None else argv), LaunchEnv()
     try:
         env = LaunchEnv.read()
+        if gone := command.lost_folder():
+            why, fix = gone.split(": ", 1)
+            raise ConfigurationError([Problem("launcher", (), why, fix)])
         line = read_command_line(words, extra_args_provider, args_defaults)
+        if not line.values.get("check_config"):
+            end_at_once(functools.partial(_last_words, env, line.values.get("save")))
         config, problems = _resolved(line, env, needs_data=needs_data)
         problems += more_rules(config)
         check_only = config.training.check_config
@@ -191,6 +205,19 @@ def _record_refusal(
     )
     record = ExitRecord.of(status, reason, rank=env.rank)
     leave_exit_json(save if writes else None, record, env.record_of_attempt)
+
+
+def _last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
+    """Of a process that a signal stops before the run's own handlers are there: while torch is imported."""
+    status = stopped_status(save)
+    if env.local_rank == 0:
+        with contextlib.suppress(OSError):
+            os.write(2, f"[rank {env.rank}] stopped (exit status {int(status)}): {stop}\n".encode())
+    if env.local_rank == 0:
+        writes = env.rank == 0 and save is not None and not is_held(Path(save))
+        record = ExitRecord.of(status, str(stop), rank=env.rank)
+        leave_exit_json(save if writes else None, record, env.record_of_attempt)
+    return int(status)
 
 
 def _resolved(

@@ -9,12 +9,13 @@ import time
 
 import torch
 
+from megatron.core.transport import waiting
 from megatron.training import global_vars
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.microbatches import ends_at
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output
-from megatron.training.guard.exit_status import ExitStatus, TrainingExit
+from megatron.training.guard.exit_status import ExitStatus, TrainingExit, stopped_status
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.weight_check import NonFiniteWeightsError, check_replicas
@@ -100,7 +101,7 @@ class TrainingLoop:
         self.checkpoints.load()
         self._begun_at = state.consumed_train_samples
         state.consumed_valid_samples = first_validation_sample(state, config)
-        with session.watchdog.phase("build data"):
+        with session.watchdog.phase("build data"), waiting.ended_by(self._signals.end_waiting):
             reads = parts.pipeline.spec.reads_data(session.ps.pp_rank)
             parts.data = build_data_iterators(session, datasets_provider, state, reads=reads)
         if not config.evaluation.skip_train:
@@ -245,7 +246,7 @@ class TrainingLoop:
             why, reason = (
                 (f"after receiving {name}.", f"received {name}") if is_signal else (f"after {name}.", name)
             )
-            status = ExitStatus.STOPPED if self._config.checkpoint.save else ExitStatus.STOPPED_UNSAVED
+            status = stopped_status(self._config.checkpoint.save)
         elif time_is_up:
             why, reason = f"after {training.exit_duration_in_mins or 0} minutes", "--exit-duration-in-mins"
         else:

@@ -7,7 +7,25 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import blended_dataset
-from megatron.core.datasets.blended_dataset import build_blending_indices, build_exhaustive_blending_indices
+from megatron.core.datasets.blended_dataset import Race, exhaustive_race
+
+
+def all_turns(race):
+    """(member, sample) of every turn, and whether the race has counted them."""
+    stretches = list(race.stretches())
+    member = np.concatenate([one for one, _ in stretches] or [np.empty(0, np.int16)])
+    sample = np.concatenate([one for _, one in stretches] or [np.empty(0, np.int64)])
+    assert np.bincount(member, minlength=len(race.weights)).tolist() == race.taken.tolist()
+    return member, sample
+
+
+def build_blending_indices(shares, size):
+    return all_turns(Race(np.array(shares), None, size))
+
+
+def build_exhaustive_blending_indices(sizes):
+    return all_turns(exhaustive_race(sizes))
+
 
 _spec = importlib.util.spec_from_file_location(
     "naive_sample_order", Path(__file__).with_name("naive_sample_order.py")
