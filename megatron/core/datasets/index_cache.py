@@ -8,7 +8,7 @@ An index is used only if its description equals what this run would write, every
 description gives and the layout that was asked for, and what the arrays say is possible (`index_builders.index_fault`);
 else it is stale, damaged or planted, and is built again. Building happens under a lock file, and each file appears by
 rename, so that several jobs may start at once. Arrays are read into memory, not mapped: a file that someone truncates
-can then not end the run (indexed_dataset.py, [Note: no mmap]). Files are opened and published by core/safe_files.
+can then not end the run (indexed_dataset_reader.py, [Note: no mmap]). core/safe_files opens and publishes files.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
@@ -23,6 +22,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     build_scheduler,
     idle_scheduler,
 )
+from megatron.core.parallelism_config import describe_schedule
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
@@ -95,7 +95,7 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
     do under these flags."""
     spec = config.schedule_spec
     chunks = tuple(
-        _build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
+        build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
     )
     if spec.splits_backward:
         asked = describe_schedule(config.parallel, spec.schedule)
@@ -139,7 +139,7 @@ def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerP
     )
 
 
-def _build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
+def build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
     """Call the user's provider for one chunk. Raises ModelError for what the model or provider cannot do."""
     schedule = config.schedule_spec
     stage = schedule.local_stages(ps.pp_rank)[chunk]

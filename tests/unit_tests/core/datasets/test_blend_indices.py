@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import blended_dataset
-from megatron.core.datasets.blended_dataset import build_blending_indices, build_exhaustive_blending_indices
+from megatron.core.datasets.blended_samples import build_blending_indices, build_exhaustive_blending_indices
 
 _spec = importlib.util.spec_from_file_location(
     "naive_sample_order", Path(__file__).with_name("naive_sample_order.py")

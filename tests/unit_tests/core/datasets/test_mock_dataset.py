@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockCorpus, MockDataset, SampleFormat
+from megatron.core.datasets.gpt_samples import GPTDataset, MockCorpus, MockDataset, SampleFormat
 
 CORPUS = MockCorpus(9, 10)
 SEQUENCES = range(3, 40)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.errors import DataError, require_memory
-from megatron.core.datasets.gpt_dataset import GPTDataset, Sample
+from megatron.core.datasets.gpt_samples import GPTDataset, Sample
 
 STEPS_PER_SEGMENT = 1 << 11
 MOST_SEGMENTS = 1 << 10
