@@ -29,7 +29,7 @@ from megatron.training.run.checkpointing import Checkpointer
 __all__ = ["hold", "load", "load_checkpoint", "save", "save_checkpoint"]
 
 
-class _Held:
+class _LeaseHeld:
     """What this process holds a lease on. save: the folder's name."""
 
     save: str | None = None
@@ -39,11 +39,11 @@ class _Held:
 def hold(save: str | None) -> None:
     """Take `pretrain`'s lease on --save, until the process ends or holds another folder. Communicates over the world.
     Raises LeaseError where another run holds it, OutputPathError."""
-    if save == _Held.save:
+    if save == _LeaseHeld.save:
         return
-    if _Held.folder is not None:
-        _Held.folder.release()
-    _Held.save, _Held.folder = None, None
+    if _LeaseHeld.folder is not None:
+        _LeaseHeld.folder.release()
+    _LeaseHeld.save, _LeaseHeld.folder = None, None
     if save is None:
         return
     ps, folder = (
@@ -52,7 +52,7 @@ def hold(save: str | None) -> None:
     )
     claimed = folder.claim(LaunchEnv.read(), global_vars.print_rank_0) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
-    _Held.save, _Held.folder = save, folder
+    _LeaseHeld.save, _LeaseHeld.folder = save, folder
     atexit.register(folder.release)
 
 
@@ -111,7 +111,7 @@ def _checkpointer(optimizer: Any) -> Checkpointer:
     if optimizer is None:
         flags = dataclasses.replace(flags, no_load_optim=True, no_save_optim=True)
     hold(flags.save)
-    guard = {} if _Held.folder is None else {"guard": _Held.folder.check}
+    guard = {} if _LeaseHeld.folder is None else {"guard": _LeaseHeld.folder.check}
     return Checkpointer(current(), flags, log=global_vars.print_rank_0, **guard)
 
 
@@ -134,7 +134,7 @@ def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named
         )
 
     def guard() -> None:
-        if checkpoint_dir != _Held.save and is_held(Path(checkpoint_dir)):
+        if checkpoint_dir != _LeaseHeld.save and is_held(Path(checkpoint_dir)):
             raise LeaseError(
                 f"dist_checkpointing.save(checkpoint_dir={checkpoint_dir!r}): another run holds it"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import keyword
+import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -29,7 +30,9 @@ _ROWS = rows_of("fields.csv")
 FLAG_OF = {row["name"]: row["flag"] for row in _ROWS if row["flag"]}
 _CALLED = {flag: name for name, flag in FLAG_OF.items()}
 _OF_PRETRAIN = {row["name"]: row["allowed"] for row in _ROWS if row["verdict"] == "pretrain"}
+_AXES = ("tensor_model", "pipeline_model", "context", "expert_model")
 _NO_EFFECT = [row["name"] for row in _ROWS if row["verdict"] == "no effect"]
+_OTHERWISE = {row["name"] for row in _ROWS if row["verdict"] != "pretrain"}  # than the flag of that name, if any
 
 
 def in_fields(text: str, called: Mapping[str, str] = _CALLED) -> str:
@@ -66,7 +69,8 @@ def check_fields(
     if not wrong:
         given = {spelled(name) for name in found if name not in _OF_PRETRAIN}  # which are refused anyhow
         flags = {spelled(name) for name in (*values, *about)}
-        config = resolve(found, dict.fromkeys(found, "argument"), Machine())
+        ranks = math.prod(found.get(f"{axis}_parallel_size", 1) for axis in _AXES)  # as few as there may be
+        config = resolve(found, dict.fromkeys(found, "argument"), Machine(world_size=ranks))
         context = RuleContext(config, check_only=True, needs_data=False, needs_tokenizer=False)
         problems = [one for one in broken_rules(context, flags) if not given.isdisjoint(one.flags)]
         wrong = [f"{caller}: {in_fields(f'{one.message}; {one.fix}', called)}" for one in problems]
@@ -116,7 +120,7 @@ class ConfigFields:
         vars(self).update(self.values())
         for one in dataclasses.fields(self):  # type: ignore[arg-type]
             entry, value = flag_table().get(one.name), getattr(self, one.name)
-            if entry is None or value in (None, False, one.default) or one.name in (*_NO_EFFECT, *FLAG_OF):
+            if entry is None or value in (None, False, one.default) or one.name in _OTHERWISE:
                 continue
             told = f"{type(self).__name__}({_CALLED.get(one.name, one.name)}={value!r})"
             if entry.state is FlagState.INERT:
@@ -151,5 +155,10 @@ def config_class(name: str, *groups: type[Any], base: type[Any] = ConfigFields, 
     values |= {one.name: one.default for group in groups for one in dataclasses.fields(group)}
     values |= {theirs: None for theirs, flag in FLAG_OF.items() if flag in values}
     values |= dict.fromkeys(_NO_EFFECT) | more
-    fields = [(name, Any, value) for name, value in values.items() if not keyword.iskeyword(name)]
+    inherited = inspect.signature(base.__init__).parameters.keys() - more.keys()
+    fields = [
+        (name, Any, value)
+        for name, value in values.items()
+        if not keyword.iskeyword(name) and name not in inherited
+    ]
     return dataclasses.make_dataclass(name, fields, bases=(base,), namespace={"__module__": __name__})

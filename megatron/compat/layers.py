@@ -91,7 +91,10 @@ MegatronModule = ModuleOfConfig  # Megatron's name
 
 
 def dtype_of(config: Any) -> torch.dtype:
-    """Of weights."""
+    """Of weights. Raises ValueError for a `params_dtype` that is none."""
+    if not isinstance(config.params_dtype, torch.dtype) or not config.params_dtype.is_floating_point:
+        told = f"{type(config).__name__}(params_dtype={config.params_dtype})"
+        raise ValueError(f"{told}: expects a floating point dtype of torch")
     return torch.bfloat16 if config.bf16 else torch.half if config.fp16 else config.params_dtype
 
 
@@ -267,3 +270,5 @@ class VocabEmbedding(_ParallelLayer):
 
 
 ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding = ColumnLinear, RowLinear, VocabEmbedding
+ColumnLinear.__name__, RowLinear.__name__ = "ColumnParallelLinear", "RowParallelLinear"  # in messages, and shown
+VocabEmbedding.__name__ = "VocabParallelEmbedding"

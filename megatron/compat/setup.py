@@ -69,7 +69,7 @@ def setup_model_and_optimizer(
     return chunks, optimizer, schedule
 
 
-class OptimizerParamScheduler(schedules.OptimizerParamScheduler):
+class StepScheduler(schedules.OptimizerParamScheduler):
     """Learning rate and weight decay by Megatron's arguments, over an optimizer's `param_groups`, ours or torch's.
 
     Steps are whatever `step` counts: Megatron's trainer counts samples. Raises ValueError.
@@ -147,6 +147,7 @@ class OptimizerParamScheduler(schedules.OptimizerParamScheduler):
             global_vars.print_rank_0(told)
 
 
+OptimizerParamScheduler = StepScheduler  # Megatron's name
 _OF_RATES = (
     *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init"),
     *("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
