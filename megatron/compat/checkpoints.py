@@ -16,6 +16,7 @@ from megatron.compat.loop import DataParallelModel, MegatronOptimizer, context_o
 from megatron.compat.parallel_state import current
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
+from megatron.core.dist_checkpointing.saving import no_guard
 from megatron.core.dist_checkpointing.saving import save as save_pieces
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import host_data
@@ -67,7 +68,7 @@ def save_checkpoint(
 ) -> None:
     """Into `--save`, under `pretrain`'s lease: weights, optimizer, scheduler. Communicates over the world. Raises
     CheckpointError, LeaseError where another run holds the folder, NonFiniteWeightsError."""
-    config = config_of(global_vars.get_args())
+    pieces, config = _pieces(model, optimizer), config_of(global_vars.get_args())
     common = {
         "iteration": iteration,
         "config": config.flat(),
@@ -80,7 +81,7 @@ def save_checkpoint(
         raise ValueError(
             f"save_checkpoint(iteration={iteration}): no folder; give --save to initialize_megatron()"
         )
-    _checkpointer(optimizer).save(iteration, *_pieces(model, optimizer), common, wait=True)
+    _checkpointer(optimizer).save(iteration, *pieces, common, wait=True)
 
 
 def load_checkpoint(
@@ -111,8 +112,8 @@ def _checkpointer(optimizer: Any) -> Checkpointer:
     if optimizer is None:
         flags = dataclasses.replace(flags, no_load_optim=True, no_save_optim=True)
     hold(flags.save)
-    guard = {} if _LeaseHeld.folder is None else {"guard": _LeaseHeld.folder.check}
-    return Checkpointer(current(), flags, log=global_vars.print_rank_0, **guard)
+    guard = no_guard if _LeaseHeld.folder is None else _LeaseHeld.folder.check
+    return Checkpointer(current(), flags, log=global_vars.print_rank_0, guard=guard)
 
 
 def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], list[LocalPiece]]:

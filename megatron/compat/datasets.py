@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron.compat.fields import check_fields
 from megatron.core.datasets import gpt_samples, indexed_dataset_reader
-from megatron.core.datasets.blend import SPLIT_NAMES, Blend, parse_blend
+from megatron.core.datasets.blend import Blend, parse_blend
 from megatron.core.datasets.builder import Datasets, GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_samples import SampleFormat, pad_id
@@ -84,7 +84,7 @@ def _blend(given: Prefixes) -> Blend | None:
     return given and Blend(tuple(given[0]), given[1] and tuple(map(float, given[1])))  # type: ignore[arg-type]
 
 
-Split = enum.Enum("Split", SPLIT_NAMES, start=0)
+Split = enum.Enum("Split", ["train", "valid", "test"], start=0)
 
 
 class CorpusOfPrefix(indexed_dataset_reader.IndexedDataset):
@@ -195,7 +195,7 @@ def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[fl
     if blend is None:
         return None
     found = parse_blend(blend, "get_blend_from_list")
-    return list(found.prefixes), found.weights and list(found.weights)
+    return list(found.prefixes), None if found.weights is None else list(found.weights)
 
 
 @dataclasses.dataclass

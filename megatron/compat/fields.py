@@ -32,7 +32,9 @@ _CALLED = {flag: name for name, flag in FLAG_OF.items()}
 _OF_PRETRAIN = {row["name"]: row["allowed"] for row in _ROWS if row["verdict"] == "pretrain"}
 _AXES = ("tensor_model", "pipeline_model", "context", "expert_model")
 _NO_EFFECT = [row["name"] for row in _ROWS if row["verdict"] == "no effect"]
-_OTHERWISE = {row["name"] for row in _ROWS if row["verdict"] != "pretrain"}  # than the flag of that name, if any
+_OTHERWISE = {
+    row["name"] for row in _ROWS if row["verdict"] != "pretrain"
+}  # than the flag of that name, if any
 
 
 def in_fields(text: str, called: Mapping[str, str] = _CALLED) -> str:

@@ -111,11 +111,8 @@ class _ParallelLayer(nn.Module):
         self.sequence_parallel = bool(config.sequence_parallel and self.tp.size > 1)
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
-        self.master_weight: Tensor | None = None
 
-    def _part(
-        self, whole: Tensor, dim: int | None, stride: int = 1, keep_whole: bool = False
-    ) -> nn.Parameter:
+    def _part(self, whole: Tensor, dim: int | None, stride: int = 1) -> nn.Parameter:
         """This rank's part of a parameter; dim: None where ranks hold all of it."""
         part = whole
         if dim is not None:
@@ -127,7 +124,6 @@ class _ParallelLayer(nn.Module):
         found = nn.Parameter(part.to(current().device.torch_device, dtype_of(self.config), copy=True))
         if dim is not None:
             set_tensor_model_parallel_attributes(found, True, dim, stride)
-        self.master_weight = whole if keep_whole else self.master_weight
         return found
 
 
@@ -163,13 +159,17 @@ class ColumnLinear(_ParallelLayer):
         disable_grad_reduce: bool = False,
         tp_group: Any = None,
     ) -> None:
-        buffers = {"grad_output_buffer": grad_output_buffer, "disable_grad_reduce": disable_grad_reduce}
-        waiting = {"embedding_activation_buffer": embedding_activation_buffer, "is_expert": is_expert}
-        super().__init__(config, tp_group, **buffers, **waiting)
+        super().__init__(
+            *(config, tp_group),
+            embedding_activation_buffer=embedding_activation_buffer,
+            grad_output_buffer=grad_output_buffer,
+            disable_grad_reduce=disable_grad_reduce,
+            is_expert=is_expert,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+        )
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         if not skip_weight_param_allocation:
-            whole = _started(init_method, output_size, input_size)
-            self.weight = self._part(whole, 0, stride, keep_master_weight_for_test)
+            self.weight = self._part(_started(init_method, output_size, input_size), 0, stride)
         if bias:
             self.bias = self._part(torch.zeros(output_size), 0, stride)
 
@@ -214,10 +214,10 @@ class RowLinear(_ParallelLayer):
         tp_comm_buffer_name: str | None = None,
         tp_group: Any = None,
     ) -> None:
-        super().__init__(config, tp_group, is_expert=is_expert)
+        kept = keep_master_weight_for_test
+        super().__init__(config, tp_group, is_expert=is_expert, keep_master_weight_for_test=kept)
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        whole = _started(init_method, output_size, input_size)
-        self.weight = self._part(whole, 1, stride, keep_master_weight_for_test)
+        self.weight = self._part(_started(init_method, output_size, input_size), 1, stride)
         if bias:
             self.bias = self._part(torch.zeros(output_size), None)
 
@@ -226,8 +226,8 @@ class RowLinear(_ParallelLayer):
         assert self.weight is not None, "a row layer has a weight"
         if not self.input_is_parallel:
             input_ = mappings.moved(input_, self.tp, mappings.own_part, mappings.gathered, -1)
-        partial, bias = F.linear(input_, self.weight), self.bias
-        output = _summed(partial, self.tp, self.sequence_parallel)
+        bias: Tensor | None = self.bias
+        output = _summed(F.linear(input_, self.weight), self.tp, self.sequence_parallel)
         if bias is not None and self.sequence_parallel:  # each rank's tokens have a part of its gradient
             bias = mappings.moved(bias, self.tp, mappings.as_it_is, mappings.summed, 0)
         if bias is None or self.skip_bias_add:
@@ -270,5 +270,8 @@ class VocabEmbedding(_ParallelLayer):
 
 
 ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding = ColumnLinear, RowLinear, VocabEmbedding
-ColumnLinear.__name__, RowLinear.__name__ = "ColumnParallelLinear", "RowParallelLinear"  # in messages, and shown
+ColumnLinear.__name__, RowLinear.__name__ = (
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+)  # in messages, and shown
 VocabEmbedding.__name__ = "VocabParallelEmbedding"

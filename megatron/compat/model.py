@@ -27,14 +27,16 @@ from megatron.training.config.config import FIELDS
 
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
-_MORE_OF_PARALLEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func")) | {
+_MORE_OF_PARALLEL: dict[str, Any] = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func")) | {
     **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
 }
-_MORE_OF_MODEL = {
+_MORE_OF_MODEL: dict[str, Any] = {
     **{"num_query_groups": None, "activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
 }
 _OF_MODEL = [name for name, (group, _) in FIELDS.items() if group in ("model", "parallel")] + ["vocab_size"]
-_MORE_OF_OPTIMIZER = dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather"))
+_MORE_OF_OPTIMIZER: dict[str, Any] = dict.fromkeys(
+    ("params_dtype", "use_distributed_optimizer", "overlap_param_gather")
+)
 ModelParallelConfig = config_class("ModelParallelConfig", ParallelFlags, **_MORE_OF_PARALLEL)
 TransformerConfig = config_class("TransformerConfig", ModelFlags, base=ModelParallelConfig, **_MORE_OF_MODEL)
 DistributedDataParallelConfig = config_class("DistributedDataParallelConfig", EngineFlags)

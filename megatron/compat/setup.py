@@ -17,14 +17,20 @@ from megatron.compat.parallel_state import current
 from megatron.compat.tensor_parallel import broadcast_tensors
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
-from megatron.core.optimizer import optimizer_param_scheduler as schedules
-from megatron.core.optimizer.schedule_lengths import schedule_lengths
+from megatron.core.optimizer import optimizer_param_scheduler
+from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
+from megatron.core.optimizer.optimizer_param_scheduler import (
+    ScheduleError,
+    build_schedule,
+    learning_rate,
+    weight_decay,
+)
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives
 from megatron.training import global_vars
 from megatron.training.report.step_metrics import ForwardStep, MicrobatchLoss, StepMetrics, agreed_names
-from megatron.training.run.build import ModelProvider, build_chunk
+from megatron.training.run.build import ModelProvider, build_chunk, scheduler_of
 
 
 def get_model(
@@ -69,7 +75,7 @@ def setup_model_and_optimizer(
     return chunks, optimizer, schedule
 
 
-class StepScheduler(schedules.OptimizerParamScheduler):
+class StepScheduler(optimizer_param_scheduler.OptimizerParamScheduler):
     """Learning rate and weight decay by Megatron's arguments, over an optimizer's `param_groups`, ours or torch's.
 
     Steps are whatever `step` counts: Megatron's trainer counts samples. Raises ValueError.
@@ -93,18 +99,15 @@ class StepScheduler(schedules.OptimizerParamScheduler):
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,
     ) -> None:
-        given = {
-            **{"lr": max_lr, "min_lr": min_lr, "lr_warmup_init": init_lr, "lr_decay_style": lr_decay_style},
-            **{"start_weight_decay": start_wd, "end_weight_decay": end_wd},
-            **{"weight_decay_incr_style": wd_incr_style, "lr_decay_samples": lr_decay_steps},
-            **({} if lr_wsd_decay_style is None else {"lr_wsd_decay_style": lr_wsd_decay_style}),
-        }
+        given: dict[str, Any] = {"lr": max_lr, "min_lr": min_lr, "lr_warmup_init": init_lr}
+        given |= {"lr_decay_samples": lr_decay_steps, "lr_decay_style": lr_decay_style}
+        given |= {"start_weight_decay": start_wd, "end_weight_decay": end_wd}
+        given |= {"weight_decay_incr_style": wd_incr_style}
+        given |= {"lr_wsd_decay_samples": wsd_decay_steps, "lr_wsd_decay_style": lr_wsd_decay_style}
         called = {"lr": "max_lr", "lr_warmup_init": "init_lr", "weight_decay_incr_style": "wd_incr_style"}
         called |= {"start_weight_decay": "start_wd", "end_weight_decay": "end_wd"}
-        check_fields(name := "OptimizerParamScheduler", given, _OF_RATES, called)
-        ends = max_lr, min_lr, init_lr, None, None
-        tail = wsd_decay_steps or 0, lr_wsd_decay_style or "exponential"
-        decay = start_wd, end_wd, wd_incr_steps, wd_incr_style
+        given = {name: value for name, value in given.items() if value is not None}
+        found = check_fields("OptimizerParamScheduler", given, ("decoupled_lr", "decoupled_min_lr"), called)
         for group in optimizer.param_groups:  # torch's have none of these
             for key, value in {
                 "max_lr": max_lr,
@@ -114,14 +117,14 @@ class StepScheduler(schedules.OptimizerParamScheduler):
             }.items():
                 group.setdefault(key, value)
         override = override_opt_param_scheduler
+        lengths: dict[str, Any] = {"train_iters": None, "global_batch_size": 1}
         use = use_checkpoint_opt_param_scheduler and not override
         try:
-            rates = schedules.RateSchedule(
-                *ends, lr_warmup_steps, lr_decay_steps, lr_decay_style, *tail, *decay
-            )
-            super().__init__(optimizer.param_groups, rates, override=override, use_checkpoint=use)
-        except schedules.ScheduleError as error:
-            raise ValueError(f"{name}: {in_fields(str(error), called)}") from None
+            made = build_schedule(OptimizerFlags(**found), train_samples=wd_incr_steps, **lengths)
+            made = dataclasses.replace(made, warmup_samples=lr_warmup_steps)  # which may be a fraction
+        except ScheduleError as error:
+            raise ValueError(f"OptimizerParamScheduler: {in_fields(str(error), called)}") from None
+        super().__init__(optimizer.param_groups, made, override=override, use_checkpoint=use)
 
     def step(self, increment: int) -> None:
         """Move the clock on, and set the rates of the next step."""
@@ -129,13 +132,11 @@ class StepScheduler(schedules.OptimizerParamScheduler):
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
         """Of a group, now."""
-        return schedules.learning_rate(
-            self.schedule, self.samples, param_group["max_lr"], param_group["min_lr"]
-        )
+        return learning_rate(self.schedule, self.samples, param_group["max_lr"], param_group["min_lr"])
 
     def get_wd(self, param_group: Any = None) -> float:
         """Now."""
-        return schedules.weight_decay(self.schedule, self.samples)
+        return weight_decay(self.schedule, self.samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule and its clock."""
@@ -148,41 +149,14 @@ class StepScheduler(schedules.OptimizerParamScheduler):
 
 
 OptimizerParamScheduler = StepScheduler  # Megatron's name
-_OF_RATES = (
-    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init"),
-    *("weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
-)
 
 
 def get_optimizer_param_scheduler(optimizer: Any) -> OptimizerParamScheduler:
     """Of the flags."""
-    config = config_of(global_vars.get_args())
-    flags, training = config.optimizer, config.training
-    samples = training.train_samples
-    lengths = schedule_lengths(
-        flags,
-        train_iters=training.train_iters if samples is None else None,
-        train_samples=samples,
-        global_batch_size=training.global_batch_size,
-    )
-    decay, start, end = flags.weight_decay, flags.start_weight_decay, flags.end_weight_decay
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=flags.lr_warmup_init,
-        max_lr=flags.lr,
-        min_lr=flags.min_lr,
-        lr_warmup_steps=lengths.warmup_samples,
-        lr_decay_steps=lengths.decay_samples,
-        lr_decay_style=flags.lr_decay_style,
-        start_wd=decay if start is None else start,
-        end_wd=decay if end is None else end,
-        wd_incr_steps=lengths.total_samples,
-        wd_incr_style=flags.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=flags.override_opt_param_scheduler,
-        wsd_decay_steps=lengths.wsd_samples,
-        lr_wsd_decay_style=flags.lr_wsd_decay_style,
-    )
+    made = scheduler_of(config_of(global_vars.get_args()), optimizer.param_groups)
+    scheduler = StepScheduler.__new__(StepScheduler)
+    vars(scheduler).update(vars(made))  # the same, with Megatron's methods
+    return scheduler
 
 
 def train_step(
@@ -219,13 +193,13 @@ def train_step(
     updated, norm, zeros = optimizer.step()
     if updated:
         opt_param_scheduler.step(increment=num_microbatches * args.micro_batch_size * ps.dp_size)
-    numbers = StepMetrics(ps.device.torch_device)
+    numbers, zero = StepMetrics(ps.device.torch_device), torch.zeros((), device=ps.device.torch_device)
     for report in reports:
-        numbers.add(MicrobatchLoss(torch.zeros((), device=ps.device.torch_device), None, report))
+        numbers.add(MicrobatchLoss(zero, None, report))
     numbers.agree(agreed_names(numbers.names, ps))
-    sums = numbers.reduce(ps).losses
-    losses = {name: torch.tensor(total / max(count, 1.0)) for name, (total, count) in sums.items()}
-    return losses if reports else {}, int(not updated), False, False, 0, norm, zeros
+    sums = numbers.reduce(ps).losses.items()
+    losses = {name: torch.tensor(total / count) for name, (total, count) in sums if reports}
+    return losses, int(not updated), False, False, 0, norm, zeros
 
 
 def get_batch_on_this_tp_rank(
@@ -241,17 +215,18 @@ def get_batch_on_this_tp_rank(
         )
     ps = current()
     first, last = ps.pp_rank == 0, ps.pp_rank == ps.pp_size - 1
-    reads = {"tokens": first, "labels": last, "loss_mask": last}
-    reads |= {"attention_mask": first or last, "position_ids": first}
+    reads = {"tokens": first, "labels": last, "loss_mask": last, "attention_mask": first or last}
+    reads["position_ids"] = first
     mine: Mapping[str, Any] = {}
     if (first or last) and ps.tp_rank == 0:
         if data_iterator is None:
             raise ValueError(
-                "get_batch_on_this_tp_rank(data_iterator=None): the first rank of its group reads data"
+                "get_batch_on_this_tp_rank(data_iterator=None): tensor parallel rank 0 reads data"
             )
         mine = next(data_iterator)
-    held = {name: one for name, one in mine.items() if reads.get(name) and one is not None}
-    found = broadcast_tensors(held) if first or last else {}
+    found = broadcast_tensors(
+        {name: one for name, one in mine.items() if reads.get(name) and one is not None}
+    )
     return {name: found.get(name) for name in reads}
 
 

@@ -23,7 +23,10 @@ def ranks(caller: str, group: Any = None) -> TensorParallel:
 
 
 def _region(name: str, there: Move, back: Move, dim: int) -> Callable[..., Tensor]:
-    def move(input_: Tensor, group: Any = None) -> Tensor:
+    def move(input_: Tensor, group: Any = None, **others: Any) -> Tensor:
+        others.pop("use_global_buffer", None)  # of memory alone
+        if any(one is not None for one in others.values()):
+            raise ValueError(f"{name}({', '.join(others)}): leave it out, parts are even here")
         return mappings.moved(input_, ranks(f"{name}(group)", group), there, back, dim)
 
     along = "the first dim" if dim == 0 else "the last dim"
@@ -40,6 +43,7 @@ _REGIONS: dict[str, tuple[Move, Move, int]] = {  # what is done, and with the gr
     "scatter_to_tensor_model_parallel_region": (_PART, _GATHERED, -1),
     "gather_from_tensor_model_parallel_region": (_GATHERED, _PART, -1),
     "scatter_to_sequence_parallel_region": (_PART, _GATHERED, 0),
+    "reduce_scatter_to_sequence_parallel_region": (_PART_OF_SUM, _GATHERED, 0),
     "all_gather_last_dim_from_tensor_parallel_region": (_GATHERED, _PART_OF_SUM, -1),
     "reduce_scatter_last_dim_to_tensor_parallel_region": (_PART_OF_SUM, _GATHERED, -1),
 }
@@ -47,33 +51,12 @@ globals().update({name: _region(name, *moves) for name, moves in _REGIONS.items(
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor,
-    tensor_parallel_output_grad: bool = True,
-    group: Any = None,
-    output_split_sizes: Any = None,
-    use_global_buffer: bool = False,
+    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None, **others: Any
 ) -> Tensor:
     """[s/tp, ...] -> [s, ...]. tensor_parallel_output_grad: ranks use the result each in its own way, so that the
     gradient is this rank's part of the sum. Communicates over tp."""
-    name = "gather_from_sequence_parallel_region"
-    _even(name, output_split_sizes=output_split_sizes)
     back = _PART_OF_SUM if tensor_parallel_output_grad else _PART
-    return mappings.moved(input_, ranks(f"{name}(group)", group), _GATHERED, back, 0)
-
-
-def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, group: Any = None, input_split_sizes: Any = None, use_global_buffer: bool = False
-) -> Tensor:
-    """{+tp}[s, ...] -> [s/tp, ...]; its gradient is gathered. Communicates over tp."""
-    name = "reduce_scatter_to_sequence_parallel_region"
-    _even(name, input_split_sizes=input_split_sizes)
-    return mappings.moved(input_, ranks(f"{name}(group)", group), _PART_OF_SUM, _GATHERED, 0)
-
-
-def _even(caller: str, **sizes: Any) -> None:
-    for name, size in sizes.items():
-        if size is not None:
-            raise ValueError(f"{caller}({name}): parts are even here, leave it out; experts are planned")
+    return _region("gather_from_sequence_parallel_region", _GATHERED, back, 0)(input_, group, **others)
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +23,12 @@ from megatron.training.run.arguments import launch_config
 from megatron.training.run.session import new_timers, sow, with_vocabulary
 
 
-def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
-    """The flags of this launch, checked and with all that follows from them, as `get_args()` has them; `set_args` or
-    `initialize_megatron(parsed_args=...)` takes them, with what was written into them. Raises as `initialize_megatron`.
+def parse_args(
+    extra_args_provider: Any = None, ignore_unknown_args: bool = False, args_defaults: Any = None
+) -> Any:
+    """The flags of this launch, checked and with all that follows from them, as `get_args()` has them; `set_args` and
+    `initialize_megatron(parsed_args=...)` take them, with what was written into them. Raises as `initialize_megatron`.
     """
-    return _parsed(extra_args_provider, None, ignore_unknown_args)
-
-
-def _parsed(extra_args_provider: Any, args_defaults: Any, ignore_unknown_args: bool) -> SimpleNamespace:
     if ignore_unknown_args:
         raise ValueError("ignore_unknown_args: declare such flags by extra_args_provider instead")
     config = launch_config(
@@ -42,16 +39,8 @@ def _parsed(extra_args_provider: Any, args_defaults: Any, ignore_unknown_args: b
     )
     global_vars.provide(config=config)
     env = LaunchEnv.read()
-    return SimpleNamespace(
-        **{**config.flat(), **config.extra, "rank": env.rank, "world_size": env.world_size}
-    )
-
-
-def validate_args(args: Any, defaults: Mapping[str, Any] | None = None) -> Any:
-    """The same, with defaults where a value is None. Raises ValueError for values that the flags do not take."""
-    vars(args).update({name: one for name, one in (defaults or {}).items() if vars(args)[name] is None})
-    config_of(args)
-    return args
+    place = {"rank": env.rank, "world_size": env.world_size}
+    return SimpleNamespace(**{**config.flat(), **config.extra, **place})
 
 
 def initialize_megatron(
@@ -74,7 +63,7 @@ def initialize_megatron(
     if skip_mpu_initialization or get_embedding_ranks or get_position_embedding_ranks:
         told = "skip_mpu_initialization, get_embedding_ranks, get_position_embedding_ranks"
         raise ValueError(f"initialize_megatron: {told}: leave them out")
-    args = parsed_args or _parsed(extra_args_provider, args_defaults, ignore_unknown_args)
+    args = parsed_args or parse_args(extra_args_provider, ignore_unknown_args, args_defaults)
     config, env = config_of(args), LaunchEnv.read()
     parallel, training = config.parallel, config.training
     on_cpu = parallel.distributed_backend == "gloo"

@@ -19,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
-from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_args
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.tokenizer import build_tokenizer
 from megatron.training.training import get_model, setup_model_and_optimizer, train_step
@@ -127,10 +127,14 @@ def trained(ctx, flags="", save=""):
     return told
 
 
+def flat(rows):
+    return [number for row in rows for number in row]
+
+
 def parsed(ctx):
-    """`parse_args`, what is written into it, `validate_args`, `set_args`."""
+    """`parse_args`, `set_args`, and what is written into it."""
     start(ctx, "")
-    args = validate_args(parse_args())
+    args = parse_args()
     assert (args.lr, args.rank, args.ffn_hidden_size) == (1e-2, ctx.rank, 64)
     global_vars.set_args(args)
     assert get_args() is args
@@ -174,13 +178,15 @@ def test_steps_of_megatrons_parts_over_two_ranks_as_in_one_process(on_two_ranks)
     (reference,) = alone["steps"]
     assert [rate for _, _, rate in reference] == pytest.approx([5e-3, 1e-2, 1e-2 * 0.8535534], rel=1e-6)
     for way, found in on_two_ranks.items():
-        assert sum(found[-1], []) == pytest.approx(sum(reference, []), rel=1e-4), way
+        assert flat(found[-1]) == pytest.approx(flat(reference), rel=1e-4), way
 
 
 def test_the_schedule_over_an_optimizer_of_torch():
     """Megatron's arguments; rates as docs/numerics.md has them."""
     layer = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW([{"params": [layer.weight]}, {"params": [layer.bias], "wd_mult": 0.0}], lr=1)
+    optimizer = torch.optim.AdamW(
+        [{"params": [layer.weight]}, {"params": [layer.bias], "wd_mult": 0.0}], lr=1
+    )
     make = functools.partial(
         OptimizerParamScheduler,
         optimizer,
@@ -259,7 +265,9 @@ def test_corpora_by_megatrons_arguments(tmp_path):
     built = BlendedMegatronDatasetBuilder(GPTDataset, [12, 0, 0], lambda: True, config).build()[0]
     mine = GPTDataset(corpus, prefix, np.arange(4, dtype=np.int32), 12, Split.train, config)
     assert len(mine) == len(built) >= 12
-    assert all(np.array_equal(mine[i][name], built[i][name]) for i in range(12) for name in ("tokens", "labels"))
+    assert all(
+        np.array_equal(mine[i][name], built[i][name]) for i in range(12) for name in ("tokens", "labels")
+    )
     with pytest.raises(ValueError, match="consecutive"):
         GPTDataset(corpus, prefix, np.array([0, 2]), 12, Split.train, config)
 
