@@ -218,7 +218,7 @@ def _engine_config(given: Any, instances: int) -> data_parallel_config.Distribut
         )
     off: dict[str, Any] = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), False)
     if late := [name for name in off if getattr(ours, name)]:
-        warnings.warn(f"{', '.join(late)}: without effect outside of pretrain()", stacklevel=4)
+        warnings.warn(f"{', '.join(late)}: without effect in a loop of one's own", stacklevel=4)
     if ours.use_distributed_optimizer:
         off["data_parallel_sharding_strategy"] = "optim"
     return dataclasses.replace(ours, ddp_average_in_collective=True, **off)

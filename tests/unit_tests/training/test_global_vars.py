@@ -33,7 +33,9 @@ def test_args_are_megatrons_namespace():
     ],
 )
 def test_too_early_is_explained(name):
-    with pytest.raises(global_vars.NotInitializedError, match=r"before initialize_megatron\(\) or pretrain\(\)"):
+    with pytest.raises(
+        global_vars.NotInitializedError, match=r"before initialize_megatron\(\) or pretrain\(\)"
+    ):
         getattr(global_vars, f"get_{name}")()
 
 
