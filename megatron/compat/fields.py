@@ -14,7 +14,11 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from megatron.compat.names import rows_of
 from megatron.training import global_vars
@@ -28,16 +32,14 @@ from megatron.training.config.values import convert_loaded, shown
 
 _ROWS = rows_of("fields.csv")
 FLAG_OF = {row["name"]: row["flag"] for row in _ROWS if row["flag"]}
-_CALLED = {flag: name for name, flag in FLAG_OF.items()}
 _OF_PRETRAIN = {row["name"]: row["allowed"] for row in _ROWS if row["verdict"] == "pretrain"}
 _AXES = ("tensor_model", "pipeline_model", "context", "expert_model")
 _NO_EFFECT = [row["name"] for row in _ROWS if row["verdict"] == "no effect"]
-_OTHERWISE = {
-    row["name"] for row in _ROWS if row["verdict"] != "pretrain"
-}  # than the flag of that name, if any
+# Those that do otherwise than the flag of that name, if there is one.
+_OTHERWISE = {row["name"] for row in _ROWS if row["verdict"] != "pretrain"}
 
 
-def in_fields(text: str, called: Mapping[str, str] = _CALLED) -> str:
+def in_fields(text: str, called: Mapping[str, str]) -> str:
     """A message about flags as one about fields. called: names other than the flags'."""
 
     def named(flag: re.Match[str]) -> str:
@@ -51,23 +53,23 @@ def check_fields(
     caller: str,
     values: Mapping[str, Any],
     about: Collection[str] = (),
-    called: Mapping[str, str] | None = None,
+    called: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Values of settings as their flags would have given them.
 
     about: all settings that the caller has, for rules among them. called: the caller's own names, where they are not
     the settings'. Raises ValueError that names the caller and its arguments, of everything that is wrong.
     """
-    wrong, found, called = [], {}, _CALLED | dict(called or {})
+    wrong, found = [], {}
     for name, value in values.items():
+        plain = list(value) if isinstance(value, tuple) else value
+        if isinstance(value, np.generic | Tensor):
+            plain = value.item()  # sync: a number of a configuration
         try:
-            found[name] = convert_loaded(
-                flag_table()[name], list(value) if isinstance(value, tuple) else value
-            )
+            found[name] = convert_loaded(flag_table()[name], plain)
         except ValueError as error:
-            wrong.append(
-                f"{caller}({called.get(name, name)}={shown(value)}): {in_fields(str(error), called)}"
-            )
+            told = f"{caller}({called.get(name, name)}={shown(value)})"
+            wrong.append(f"{told}: {in_fields(str(error), called)}")
     if not wrong:
         given = {spelled(name) for name in found if name not in _OF_PRETRAIN}  # which are refused anyhow
         flags = {spelled(name) for name in (*values, *about)}
@@ -116,6 +118,17 @@ class ConfigFields:
             raise TypeError(f"{cls.__name__}: unknown fields: {', '.join(told)}")
         return super().__new__(cls)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Under a name of Megatron's that the flag does not have, under the flag's too."""
+        super().__setattr__(name, value)
+        if name in FLAG_OF and value is not None:
+            super().__setattr__(FLAG_OF[name], value)
+
+    @property
+    def called(self) -> dict[str, str]:
+        """By the flag's name: how the caller has named it."""
+        return {flag: name for name, flag in FLAG_OF.items() if getattr(self, name, None) is not None}
+
     def __post_init__(self) -> None:
         """Raises ValueError for values that the flags do not take, and for what is not built; warns of flags without
         effect."""
@@ -124,7 +137,7 @@ class ConfigFields:
             entry, value = flag_table().get(one.name), getattr(self, one.name)
             if entry is None or value in (None, False, one.default) or one.name in _OTHERWISE:
                 continue
-            told = f"{type(self).__name__}({_CALLED.get(one.name, one.name)}={value!r})"
+            told = f"{type(self).__name__}({self.called.get(one.name, one.name)}={value!r})"
             if entry.state is FlagState.INERT:
                 warnings.warn(f"{told} has no effect: {entry.why}", stacklevel=4)
             elif entry.field is None and str(value) not in entry.neutral:
@@ -132,21 +145,24 @@ class ConfigFields:
 
     def values(self) -> dict[str, Any]:
         """What differs from defaults, by the names of flags, as these hold it. Raises ValueError."""
-        for theirs, name in FLAG_OF.items():
-            if getattr(self, theirs, None) is not None:
-                setattr(self, name, getattr(self, theirs))
         names = [one.name for one in dataclasses.fields(self) if one.name in FIELDS]  # type: ignore[arg-type]
         given = {name: getattr(self, name) for name in names}
         given = {name: one for name, one in given.items() if one not in (None, FIELDS[name][1].default)}
         if "num_query_groups" in given:
             given["group_query_attention"] = True  # which Megatron's class does not have
         # fp64: no class of Megatron's has it, and the rule of precisions names it.
-        return check_fields(type(self).__name__, given, (*names, "fp64"))
+        return check_fields(type(self).__name__, given, (*names, "fp64"), self.called)
 
     def group(self, of: type[Any]) -> Any:
         """Our group of flags with these values. Raises ValueError, as fields can be written to."""
         names = {one.name for one in dataclasses.fields(of)}
         return of(**{name: one for name, one in self.values().items() if name in names})
+
+
+def expect(config: Any, of: type[Any], caller: str) -> None:
+    """Raises ValueError for a configuration of another class."""
+    if not isinstance(config, of):
+        raise ValueError(f"{caller}({type(config).__name__}): expects {of.__name__}")
 
 
 def config_class(name: str, *groups: type[Any], base: type[Any] = ConfigFields, **more: Any) -> Any:
@@ -155,8 +171,10 @@ def config_class(name: str, *groups: type[Any], base: type[Any] = ConfigFields, 
     flags = [one.name for one in flag_table().values() if one.field is None]
     values: dict[str, Any] = dict.fromkeys([*flags, *(name.removeprefix("no_") for name in flags)])
     values |= {one.name: one.default for group in groups for one in dataclasses.fields(group)}
-    values |= {theirs: None for theirs, flag in FLAG_OF.items() if flag in values}
     values |= dict.fromkeys(_NO_EFFECT) | more
+    theirs = [name for name, flag in FLAG_OF.items() if flag in values]
+    # These last: the defaults of those that they stand for would overwrite them.
+    values = {name: one for name, one in values.items() if name not in theirs} | dict.fromkeys(theirs)
     inherited = inspect.signature(base.__init__).parameters.keys() - more.keys()
     fields = [
         (name, Any, value)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.compat.fields import in_fields, settings_of_pretrain
+from megatron.compat.fields import expect, in_fields, settings_of_pretrain
 from megatron.compat.layers import ShardedStateDict, param_meta_of
+from megatron.compat.model import DistributedDataParallelConfig, OptimizerConfig
 from megatron.compat.parallel_state import current
 from megatron.core.distributed import data_parallel, data_parallel_config
 from megatron.core.module import MegatronModule, ModelContext
@@ -207,11 +208,11 @@ DistributedDataParallel = DataParallelModel  # Megatron's name
 
 
 def _engine_config(given: Any, instances: int) -> data_parallel_config.DistributedDataParallelConfig:
+    expect(given, DistributedDataParallelConfig, "DistributedDataParallel")
     ours = given.group(data_parallel_config.DistributedDataParallelConfig)
     for one in settings_of_pretrain(vars(ours)):
-        raise ValueError(
-            in_fields(f"DistributedDataParallelConfig: {one.message}; use custom_fsdp.fully_shard")
-        )
+        told = f"DistributedDataParallelConfig: {one.message}; use custom_fsdp.fully_shard"
+        raise ValueError(in_fields(told, given.called))
     if (asked := ours.num_distributed_optimizer_instances) not in (1, instances):
         raise ValueError(
             f"num_distributed_optimizer_instances={asked}: {instances} in initialize_model_parallel"
@@ -253,12 +254,13 @@ class MegatronOptimizer:
         """loss * scale: for `config.grad_scale_func`."""
         return loss * self.scaler.scale
 
-    def step(self) -> tuple[bool, float | None, None]:
-        """(True, the gradient's norm before clipping, None), or where it is not finite (False, None, None) without an
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """(True, the gradient's norm before clipping, how many of its elements are zero with `log_num_zeros_in_grad`,
+        else None), or where it is not finite (False, None, None) without an
         update. Communicates over the world. Raises NonFiniteWeightsError, as `pretrain`, where the update has made
         weights that are not finite."""
         divisor = self.scaler.scale * self._engine.buffer.grads_divided_by
-        stats = self.inner.prepare(divisor)
+        stats = self.inner.prepare(divisor, count_zero_grads=bool(self.config.log_num_zeros_in_grad))
         self.scaler.update(stats.nonfinite)
         if stats.nonfinite:
             return False, None, None
@@ -266,7 +268,7 @@ class MegatronOptimizer:
         check = WeightCheck(self.inner)
         self._engine.weights_changed()
         check.passed(f"optimizer.step() number {self.inner.num_steps}", _ADVICE)
-        return True, stats.norm, None
+        return True, stats.norm, stats.num_zeros
 
     def values(self) -> dict[str, Any]:
         """What is not tensors."""
@@ -305,6 +307,7 @@ def _shape(tensors: Mapping[str, Tensor], name: str) -> list[int] | None:
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *conditions: Any, **named: Any) -> Any:
     """Of one wrapped model; use_gloo_process_groups is without effect. Raises ValueError for more, and for conditions
     by parameter."""
+    expect(config, OptimizerConfig, "get_megatron_optimizer")
     first, *more = model_chunks
     asked = [*conditions, *(one for name, one in named.items() if name != "use_gloo_process_groups")]
     if more or any(one not in (None, False, 1.0) for one in asked):

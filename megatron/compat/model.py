@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.compat import parallel_state
-from megatron.compat.fields import FLAG_OF, check_fields, config_class
+from megatron.compat.fields import FLAG_OF, check_fields, config_class, expect
 from megatron.compat.layers import ModuleOfConfig, dtype_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
 from megatron.core.models.gpt import gpt
@@ -28,14 +28,21 @@ from megatron.training.config.config import FIELDS
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
 _MORE_OF_PARALLEL: dict[str, Any] = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func")) | {
-    **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
+    **{
+        "params_dtype": torch.float32,
+        "bf16": False,
+        "fp16": False,
+        "seed": 1234,
+        "deterministic_mode": False,
+    },
 }
 _MORE_OF_MODEL: dict[str, Any] = {
     **{"num_query_groups": None, "activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
 }
+_REQUIRED = "num_layers", "hidden_size", "num_attention_heads"
 _OF_MODEL = [name for name, (group, _) in FIELDS.items() if group in ("model", "parallel")] + ["vocab_size"]
 _MORE_OF_OPTIMIZER: dict[str, Any] = dict.fromkeys(
-    ("params_dtype", "use_distributed_optimizer", "overlap_param_gather")
+    ("params_dtype", "use_distributed_optimizer", "overlap_param_gather", "log_num_zeros_in_grad")
 )
 ModelParallelConfig = config_class("ModelParallelConfig", ParallelFlags, **_MORE_OF_PARALLEL)
 TransformerConfig = config_class("TransformerConfig", ModelFlags, base=ModelParallelConfig, **_MORE_OF_MODEL)
@@ -87,7 +94,13 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
         share_embeddings_and_output_weights: bool = False,
         **others: Any,
     ) -> None:
-        activation = config.activation_func.__name__, config.gated_linear_unit
+        expect(config, TransformerConfig, "GPTModel")
+        if missing := [name for name in _REQUIRED if getattr(config, name) is None]:
+            raise ValueError(f"GPTModel: TransformerConfig without {', '.join(missing)}")
+        if config.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        function = config.activation_func
+        activation = getattr(function, "__name__", function), config.gated_linear_unit
         if not isinstance(transformer_layer_spec, ModuleSpec) or activation not in _ACTIVATIONS:
             raise ValueError(
                 f"{transformer_layer_spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
@@ -109,7 +122,9 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
         flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
         flags["group_query_attention"] = config.num_query_groups is not None
         sizes = {"padded_vocab_size": vocab_size, "max_position_embeddings": max_sequence_length}
-        called = dict.fromkeys(("seq_length", "max_position_embeddings"), "max_sequence_length")
+        called = config.called | dict.fromkeys(
+            ("seq_length", "max_position_embeddings"), "max_sequence_length"
+        )
         called["padded_vocab_size"] = "vocab_size"
         if unknown := flags.keys() - FIELDS.keys():
             raise TypeError(f"GPTModel: unknown arguments: {', '.join(unknown)}")

@@ -19,12 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.optimizer import optimizer_param_scheduler
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
-from megatron.core.optimizer.optimizer_param_scheduler import (
-    ScheduleError,
-    build_schedule,
-    learning_rate,
-    weight_decay,
-)
+from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError, build_schedule
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives
@@ -68,7 +63,9 @@ def setup_model_and_optimizer(
     """Model, optimizer and schedule of the flags, with what --load holds. Communicates over the world. Raises as
     `get_model`, `get_megatron_optimizer` and `load_checkpoint`."""
     chunks, args = get_model(model_provider_func, model_type), global_vars.get_args()
-    flags = model.OptimizerConfig(**dataclasses.asdict(config_of(args).optimizer))
+    config = config_of(args)
+    counts = {"log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad}
+    flags = model.OptimizerConfig(**dataclasses.asdict(config.optimizer), **counts)
     optimizer = loop.get_megatron_optimizer(flags, chunks, no_wd_decay_cond, scale_lr_cond, lr_mult)
     schedule = get_optimizer_param_scheduler(optimizer)
     args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(chunks, optimizer, schedule)
@@ -108,14 +105,9 @@ class StepScheduler(optimizer_param_scheduler.OptimizerParamScheduler):
         called |= {"start_weight_decay": "start_wd", "end_weight_decay": "end_wd"}
         given = {name: value for name, value in given.items() if value is not None}
         found = check_fields("OptimizerParamScheduler", given, ("decoupled_lr", "decoupled_min_lr"), called)
-        for group in optimizer.param_groups:  # torch's have none of these
-            for key, value in {
-                "max_lr": max_lr,
-                "min_lr": min_lr,
-                "wd_mult": 1.0,
-                "decoupled": False,
-            }.items():
-                group.setdefault(key, value)
+        needed = {"max_lr": max_lr, "min_lr": min_lr, "wd_mult": 1.0, "decoupled": False}
+        for group in optimizer.param_groups:
+            group.update(needed | group)  # torch's have none of these
         override = override_opt_param_scheduler
         lengths: dict[str, Any] = {"train_iters": None, "global_batch_size": 1}
         use = use_checkpoint_opt_param_scheduler and not override
@@ -129,14 +121,6 @@ class StepScheduler(optimizer_param_scheduler.OptimizerParamScheduler):
     def step(self, increment: int) -> None:
         """Move the clock on, and set the rates of the next step."""
         super().step(increment)
-
-    def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Of a group, now."""
-        return learning_rate(self.schedule, self.samples, param_group["max_lr"], param_group["min_lr"])
-
-    def get_wd(self, param_group: Any = None) -> float:
-        """Now."""
-        return weight_decay(self.schedule, self.samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule and its clock."""
@@ -168,9 +152,9 @@ def train_step(
     config: Any,
     forward_backward_func: Callable[..., list[Any]] | None = None,
     iteration: int | None = None,
-) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, None]:
+) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None]:
     """One step of `get_num_microbatches()` microbatches: (losses by name, of the whole batch, on the ranks that compute
-    them; 1 where the step was skipped; whether to save; whether to end; with which status; the gradient's norm; None).
+    them; 1 where the step was skipped; whether to save; whether to end; with which status; the gradient's norm; zeros).
 
     Communicates over the world. Raises NonFiniteWeightsError.
     """

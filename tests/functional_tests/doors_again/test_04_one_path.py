@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -70,6 +71,9 @@ def test_all_that_is_wrong_is_told_and_what_is_written_later_too():
     with pytest.raises(ValueError) as error:
         OptimizerConfig(lr=NAN, clip_grad=-1, optimizer="nope")
     assert len(str(error.value).splitlines()) == 3
+    assert (
+        OptimizerConfig(lr=np.float32(0.5), min_lr=torch.tensor(0.25)).lr == 0.5
+    )  # numbers are what they say
     config, of = DistributedDataParallelConfig(), DistributedDataParallel
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
@@ -179,6 +183,10 @@ def test_messages_name_the_callers_function_and_argument(tmp_path):
     for call, told in (
         (lambda: GPTModel(model.config, get_gpt_layer_local_spec(), -1, 8), "GPTModel(vocab_size=-1)"),
         (lambda: GPTModel(model.config, get_gpt_layer_local_spec(), 32, 0), "GPTModel(max_sequence_length=0)"),
+        (lambda: GPTModel(TransformerConfig(num_layers=1), get_gpt_layer_local_spec(), 32, 8), "without hidden_size"),
+        (lambda: GPTModel(None, get_gpt_layer_local_spec(), 32, 8), "GPTModel(NoneType): expects TransformerConfig"),
+        (lambda: get_megatron_optimizer(model.config, [model]), "get_megatron_optimizer(TransformerConfig): expects"),
+        (lambda: DistributedDataParallel(None, None, model.module), "expects DistributedDataParallelConfig"),
         (lambda: step(model, None, collect_non_loss_data=True), "get_forward_backward_func()"),
         (lambda: model_with(use_custom_fsdp=True), "DistributedDataParallelConfig: use_custom_fsdp"),
         (lambda: save_checkpoint(1, [model], torch.optim.SGD(model.parameters(), 0.1), None), "optimizer=SGD"),
