@@ -2,7 +2,7 @@
 
 A field that is a flag of Megatron's has the verdict of the flag table: without effect (a warning), or refused with what
 to use. `fields.csv`: fields that are not named as their flags, of what is done otherwise, or of pretrain() only. A
-name that no release knows is a TypeError, as with every dataclass.
+name that no release knows is a TypeError, with the nearest that is known.
 """
 
 from __future__ import annotations
@@ -73,6 +73,22 @@ def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
     return ModuleSpec()
 
 
+def _activation_of(config: Any, spec: Any) -> str:
+    """The flag that a configuration asks for with `activation_func`, "" for the default. Raises ValueError for what is
+    no model of ours."""
+    expect(config, TransformerConfig, "GPTModel")
+    if missing := [name for name in _REQUIRED if getattr(config, name) is None]:
+        raise ValueError(f"GPTModel: TransformerConfig without {', '.join(missing)}")
+    function = config.activation_func
+    activation = getattr(function, "__name__", function), config.gated_linear_unit
+    if not isinstance(spec, ModuleSpec) or activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"{spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
+            "such as swiglu=True or squared_relu=True for an activation"
+        )
+    return _ACTIVATIONS[activation]
+
+
 class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
     """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
 
@@ -94,22 +110,13 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
         share_embeddings_and_output_weights: bool = False,
         **others: Any,
     ) -> None:
-        expect(config, TransformerConfig, "GPTModel")
-        if missing := [name for name in _REQUIRED if getattr(config, name) is None]:
-            raise ValueError(f"GPTModel: TransformerConfig without {', '.join(missing)}")
+        activation = _activation_of(config, transformer_layer_spec)
         if config.deterministic_mode:
             torch.use_deterministic_algorithms(True)
-        function = config.activation_func
-        activation = getattr(function, "__name__", function), config.gated_linear_unit
-        if not isinstance(transformer_layer_spec, ModuleSpec) or activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"{transformer_layer_spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
-                "such as swiglu=True or squared_relu=True for an activation"
-            )
         flags = {FLAG_OF.get(name, name): value for name, value in others.items() if value}
         flags.pop("scatter_embedding_sequence_parallel", None)  # it follows from sequence_parallel
-        if flag := _ACTIVATIONS[activation]:
-            flags[flag] = True
+        if activation:
+            flags[activation] = True
         ps = parallel_state.current()
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         if tp not in (1, ps.tp_size) or pp != ps.pp_size:  # Megatron's quickstart tells mpu alone of tp
