@@ -43,7 +43,7 @@ from megatron.core.datasets.blend import (
 from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
+from megatron.core.datasets.gpt_samples import NO_PAD, SampleFormat
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError

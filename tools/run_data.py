@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.gpt_dataset import pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
+from megatron.core.datasets.gpt_samples import pad_id
 from megatron.core.dist_checkpointing.catalog import choose, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.tokenizers.build import build_from_config

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.command import program
-from megatron.core.model_parallel_config import bytes_of
+from megatron.core.parallelism_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep

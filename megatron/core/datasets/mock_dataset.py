@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets import index_builders as index
-from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_samples import GPTDataset
 from megatron.core.datasets.held_arrays import Array, Arrays, Layout, layout_bytes
 from megatron.core.datasets.index_builders import EpochPlan
 from megatron.core.datasets.permutation import Permutation

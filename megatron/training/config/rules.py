@@ -14,7 +14,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.command import as_called
@@ -107,16 +107,21 @@ def _rules() -> Iterator[Rule]:
 RULES = tuple(_rules())
 
 
-def broken_rules(context: RuleContext) -> list[Problem]:
-    """Every rule that the configuration breaks, in table order, after unsupported flags."""
-    broken, names = [], context.named(FUNCTIONS)
+def broken_rules(context: RuleContext, about: Collection[str] | None = None) -> list[Problem]:
+    """Every rule that the configuration breaks, in table order, after unsupported flags.
+
+    about: only rules of these flags alone, for callers who know of no others.
+    """
+    broken, names = unsupported_flags(context), context.named(FUNCTIONS)
     for rule in RULES:
+        if about is not None and not set(rule.flags) <= set(about):
+            continue
         if (told := rule.fault(context)) is not None:
             message, fix = told, as_called(filled(rule.fix, names, context.told))
             if not fix:
                 message, _, fix = told.rpartition("; ")
             broken.append(Problem(rule.id, rule.flags, message or told, fix))
-    return unsupported_flags(context) + broken
+    return broken
 
 
 def unsupported_flags(context: RuleContext) -> list[Problem]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import contextlib
 
-from megatron.core.model_parallel_config import V_BY_MEMORY, asked_schedules, describe_schedule
 from megatron.core.models.gpt.parameter_count import count_parameters
 from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
+from megatron.core.parallelism_config import V_BY_MEMORY, asked_schedules, describe_schedule
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
+from megatron.core.parallelism_config import describe_schedule
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency

@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron.core.datasets import held_arrays
 from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
-from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.checksums import check_corpus, require_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
+from megatron.core.datasets.gpt_samples import GPTDataset, SampleFormat, pad_id
 from megatron.core.datasets.mock_dataset import MOCK_INDEX_BYTES, MockDataset
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores

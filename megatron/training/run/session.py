@@ -67,12 +67,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     tokenizer = build_from_config(config.tokenizer)
     config = _with_limit(with_vocabulary(config, tokenizer, ps), ps)
-    timers = Timers(
-        config.logging.timing_log_level,
-        config.logging.timing_log_option,
-        synchronize=here.synchronize,
-        barrier=lambda: collectives.barrier(ps.control_group),
-    )
+    timers = new_timers(config, ps)
     # The last thing that may be refused: from here on the run's ends are recorded, and the folder given free. Gathered,
     # as a broadcast would not wait for the others, who would lose a first rank that ends.
     claimed = folder.claim(env, say) if ps.is_first_rank else None
@@ -117,6 +112,16 @@ def _join_world(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelS
     )
     watchdog.watch(group.traffic for group in ps.groups.values())
     return ps, watchdog
+
+
+def new_timers(config: Config, ps: ParallelState) -> Timers:
+    """As the flags ask for them."""
+    return Timers(
+        config.logging.timing_log_level,
+        config.logging.timing_log_option,
+        synchronize=ps.device.synchronize,
+        barrier=lambda: collectives.barrier(ps.control_group),
+    )
 
 
 def sow(seed: int, ps: ParallelState) -> None:

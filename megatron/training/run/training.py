@@ -138,7 +138,7 @@ class _Run:
             session = self.session = initialize(self.config, self.env, self.folder)
             config, ps = session.config, session.ps
             args = {**config.flat(), **config.extra}
-            global_vars.set_global_variables(args, rank=ps.rank, world_size=ps.world_size)
+            global_vars.publish(args, rank=ps.rank, world_size=ps.world_size)
             parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
             global_vars.provide(config=config, parallel_state=ps, **parts)
             with session.watchdog.phase("build model"):

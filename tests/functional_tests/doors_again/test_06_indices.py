@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import held_arrays, mock_dataset
-from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockCorpus, SampleFormat
+from megatron.core.datasets.gpt_samples import GPTDataset, MockCorpus, SampleFormat
 from megatron.core.datasets.held_arrays import HeldArray
 from megatron.core.datasets.index_builders import plan_epochs
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mock_dataset import MockDataset, MockOrder
 from megatron.training.config.launch_env import LaunchEnv

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.datasets.blend import read_per_split_file
-from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockCorpus, SampleFormat
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.gpt_samples import GPTDataset, MockCorpus, SampleFormat
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.request import Request

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.model_parallel_config import (
+from megatron.core.models.gpt.stage_layers import StageLayersError
+from megatron.core.models.gpt.stage_schedule import stages_of
+from megatron.core.parallelism_config import (
     ModelParallelConfig,
     bytes_of,
     count_or_auto,
     describe_schedule,
 )
-from megatron.core.models.gpt.stage_layers import StageLayersError
-from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.pipeline_parallel.plan.facts import bubble_rate, facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.measuring.again import solve_again
 from megatron.core.pipeline_parallel.plan.passes.lower import lower

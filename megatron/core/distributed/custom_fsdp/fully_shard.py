@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasting_ranks, refuse_optimizers
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding import is_contradicted

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.bucket_memory import trained
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.units import UnitModule

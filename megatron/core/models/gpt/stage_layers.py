@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron.core.config_base import LAYERS, STAGES
 from megatron.core.list_expression import ListExpressionError, expand_layout
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.spec import StageSpec as StageSpec
 from megatron.core.words import counted

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.reshard_policy import ReshardPlanError
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.step_driver import driver_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError

@@ -15,7 +15,7 @@ from megatron.core.datasets.errors import DataError, require_memory
 from megatron.core.datasets.gpt_dataset_config import MOCK_LONGEST_DOCUMENT
 from megatron.core.datasets.held_arrays import Array, Arrays, layout_bytes
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 
 Sample = dict[str, NDArray[Any]]
 NO_PAD = -1

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, Sample
+from megatron.core.datasets.gpt_samples import GPTDataset, Sample
 from megatron.core.datasets.held_arrays import held_in_memory, offer, offered
 
 STEPS_PER_SEGMENT = 1 << 11
