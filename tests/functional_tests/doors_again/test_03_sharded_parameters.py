@@ -21,7 +21,7 @@ from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
 from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
-from tests.harness.ranks import share_ranks
+from tests.harness.ranks import run_ranks, share_ranks
 from tests.harness.sharded_training import (
     STRATEGIES,
     WIDTH,
@@ -73,7 +73,8 @@ def loop(ctx, model: nn.Module) -> dict[str, Any]:
         loss = token_loss(model, 1000 * step + ctx.rank)
         optimizer.zero_grad(set_to_none=step % 2 == 0)  # between forward and backward, as many do
         loss.backward()
-        norms += [as_number(p.grad.norm()) for p in model.parameters()]
+        if step == 0:
+            norms += [as_number(p.grad.norm()) for p in model.parameters()]
         norms.append(as_number(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
         optimizer.step()
         schedule.step()
@@ -116,13 +117,14 @@ def fsdp2_is_the_oracle(
 
 def trained_as_under_fsdp2(ctx) -> None:
     mesh = init_device_mesh("cpu", (ctx.world_size,))
-    for make in (net, tied):
-        fsdp2_is_the_oracle(ctx, make, mesh, STRATEGIES if make is net else ("optim", FULL))
+    fsdp2_is_the_oracle(ctx, net, mesh, STRATEGIES if ctx.world_size == 2 else ("optim_grads", FULL))
+    if ctx.world_size == 2:
+        fsdp2_is_the_oracle(ctx, tied, mesh, (FULL,))
 
 
 def trained_as_under_fsdp2_in_instances(ctx) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("instances", "ranks"))
-    fsdp2_is_the_oracle(ctx, tied, mesh, ("no_shard", "optim_grads", FULL, "fully sharded instances"))
+    fsdp2_is_the_oracle(ctx, tied, mesh, ("optim_grads", FULL, "fully sharded instances"))
 
 
 # Norms ----------------------------------------------------------------------------------------------------
@@ -406,15 +408,15 @@ def blocks_compiled_in_place(make: Callable[[], nn.Module]) -> nn.Module:
     return fully_shard(model)
 
 
-def compiled_models_train_alike(ctx) -> None:
-    expected = train_whole(net, token_loss, ctx.world_size, steps=3)
-    for compiled in (compiled_before, compiled_after, blocks_compiled_in_place):
+def compiled_models_train_alike(ctx, ways: tuple[Callable[..., nn.Module], ...]) -> None:
+    expected = train_whole(net, token_loss, ctx.world_size)
+    for compiled in ways:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = compiled(functools.partial(seeded, net))
         optimizer = adamw(model.parameters())
         losses = []
-        for step in range(3):
+        for step in range(2):
             optimizer.zero_grad()
             loss = token_loss(model, 1000 * step + ctx.rank)
             loss.backward()
@@ -423,7 +425,7 @@ def compiled_models_train_alike(ctx) -> None:
         total = torch.stack(losses) / ctx.world_size
         torch.distributed.all_reduce(total)
         torch.testing.assert_close(total.tolist(), expected.losses, rtol=1e-10, atol=0)
-        assert torch._dynamo.utils.counters["stats"]["calls_captured"] >= 5, (
+        assert torch._dynamo.utils.counters["stats"]["calls_captured"] >= 4, (
             "a block's operations are in a graph"
         )
 
@@ -465,8 +467,6 @@ CHECKS = (
     torchs_own_scaler_skips_on_all_ranks,
     values_are_drawn_and_read_as_whole_ones,
     moments_of_one_process_are_cut,
-    compiled_models_train_alike,
-    a_whole_step_is_compiled,
 )
 
 
@@ -475,5 +475,15 @@ def test_sharded_parameters_answer_as_whole_ones():
 
 
 def test_on_four_ranks_and_in_instances():
-    checks = (trained_as_under_fsdp2, trained_as_under_fsdp2_in_instances, norms_are_those_of_the_whole)
+    checks = (trained_as_under_fsdp2, trained_as_under_fsdp2_in_instances)
     share_ranks(4, {check.__name__: check for check in checks}, timeout=120.0)
+
+
+def test_compiled_models():
+    run_ranks(compiled_models_train_alike, 2, (compiled_after, blocks_compiled_in_place), timeout=120.0)
+
+
+@pytest.mark.full
+def test_other_ways_to_compile():
+    before = functools.partial(compiled_models_train_alike, ways=(compiled_before,))
+    share_ranks(2, {"before": before, "a whole step": a_whole_step_is_compiled}, timeout=120.0)

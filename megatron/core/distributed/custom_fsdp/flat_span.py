@@ -29,6 +29,9 @@ class FlatSpan:
     tensor_parallel: Group | None = None
     all_have_all: bool = False
 
+    def __deepcopy__(self, memo: dict[int, object]) -> FlatSpan:
+        return self  # copies of a tensor are of the same elements; groups are nobody's to copy
+
     def agrees(self, other: FlatSpan) -> bool:
         """Whether the same elements of tensors of one shape are meant."""
         return other is self or (other.start, other.end) == (self.start, self.end)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -235,6 +235,14 @@ def _place(buffer: FlatBuffer, name: str, cut: ShardOver, tensor_parallel: Group
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+
+
+def shared_with_others(
+    parameters: Iterable[tuple[str, nn.Parameter]], known: Collection[ShardParameters]
+) -> str | None:
+    """The name of a parameter that others than the known ones have cut."""
+    cut = {own for shards in _LIVE if shards not in known for own in shards.first}
+    return next((name for name, parameter in parameters if id(parameter) in cut), None)
 
 
 _LIVE: weakref.WeakSet[ShardParameters] = weakref.WeakSet()

@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 
 Args = tuple[Any, ...]
 Options = dict[str, Any]
+_LISTS = (list, tuple)
 Operation = Callable[[Any, Args, Options], Any]
 
 
 class TensorPart(Tensor):
-    """What operations know of a `ShardedTensor`. local: this rank's part, 1-D. place: which elements these are."""
+    """What operations know of a `ShardedTensor`. local: this rank's part, 1-D. place: which elements these are. dims:
+    its shape, quicker to read."""
 
     local: Tensor
     place: FlatSpan
+    dims: tuple[int, ...]
 
     def again(self, local: Tensor, shape: Sequence[int] | None = None) -> TensorPart:
         """The same elements of another tensor, of this one's shape unless another is given."""
@@ -78,7 +81,7 @@ def _name(func: Any) -> str:
 
 
 def _elementwise(func: Any, args: Args, kwargs: Options) -> Any:
-    like = _first((*args, *kwargs.values()))
+    like = args[0] if isinstance(args[0], TensorPart) else _first((*args, *kwargs.values()))
     written = _written(func)
     if written:
         target = (
@@ -94,7 +97,7 @@ def _elementwise(func: Any, args: Args, kwargs: Options) -> Any:
 def _lists(func: Any, args: Args, kwargs: Options) -> Any:
     likes: list[Any] = []  # the first sharded tensor at each place of the lists
     for one in args:
-        if isinstance(one, list | tuple):
+        if isinstance(one, _LISTS):
             likes += [None] * (len(one) - len(likes))
             for place, tensor in enumerate(one):
                 if likes[place] is None and isinstance(tensor, TensorPart):
@@ -102,7 +105,7 @@ def _lists(func: Any, args: Args, kwargs: Options) -> Any:
     written = _written(func)
     own: list[Any] = []
     for index, one in enumerate(args):
-        if isinstance(one, list | tuple):
+        if isinstance(one, _LISTS):
             if index in written:
                 _check_written(one, likes, func)
             one = [
@@ -136,15 +139,15 @@ def _check_written(values: Sequence[Any], likes: Sequence[Any], func: Any) -> No
 
 def _own(value: Any, like: Any, func: Any) -> Any:
     """This rank's part of an argument of an operation on `like`."""
-    if isinstance(value, list | tuple):
-        return [_own(one, like, func) for one in value]
-    if not isinstance(value, Tensor):
-        return value
     if isinstance(value, TensorPart):
+        if value.place is like.place and value.dims is like.dims:
+            return value.local
         if value.shape != like.shape:
             raise like.refusal(f"{_name(func)} with a sharded tensor of shape {tuple(value.shape)}")
         return like.part_of(value)
-    if value.dim() == 0:
+    if isinstance(value, _LISTS):
+        return [_own(one, like, func) for one in value]
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if value.dim() > like.dim():
         raise like.refusal(f"{_name(func)} with a tensor of shape {tuple(value.shape)}")
@@ -153,7 +156,7 @@ def _own(value: Any, like: Any, func: Any) -> Any:
 
 def _again(result: Any, like: Any, func: Any) -> Any:
     """A sharded tensor of what was computed of a part."""
-    if isinstance(result, list | tuple):
+    if isinstance(result, _LISTS):
         return type(result)(_again(one, like, func) for one in result)
     if isinstance(result, Tensor) and result.shape != like.local.shape:
         raise like.refusal(_name(func))
@@ -170,8 +173,7 @@ def _new(func: Any, args: Args, kwargs: Options) -> Any:
 
 def _put_where(func: Any, args: Args, kwargs: Options) -> Any:
     """`index_put_` of one number where a mask of the whole shape says so."""
-    like = _first(args)
-    masks, value = args[1], args[2]
+    _, masks, value, *_ = args
     if len(masks) != 1 or not isinstance(masks[0], TensorPart) or masks[0].dtype != torch.bool or value.dim():
         return _refused(func, args, kwargs)
     return _elementwise(func, args, kwargs)
@@ -349,7 +351,7 @@ def _first(values: Iterable[Any]) -> Any:
     for one in values:
         if isinstance(one, TensorPart):
             return one
-        if isinstance(one, list | tuple) and (inside := _first(one)) is not None:
+        if isinstance(one, _LISTS) and (inside := _first(one)) is not None:
             return inside
     return None
 
@@ -368,9 +370,22 @@ _KNOWN: dict[Any, Operation] = {}
 _WRITTEN: dict[Any, tuple[int, ...]] = {}
 _BY_NAME: dict[str, Operation] = {
     **dict.fromkeys(
-        ("copy_", "fill_", "zero_", "_to_copy", "masked_fill", "masked_fill_", "_pin_memory"), _elementwise
+        ("copy_", "fill_", "zero_", "_to_copy", "masked_fill", "masked_fill_", "isclose", "_pin_memory"),
+        _elementwise,
     ),
-    **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), _elementwise),
+    **dict.fromkeys(
+        (
+            "abs_",
+            "fill",
+            "floor_divide",
+            "floor_divide_",
+            "empty_like",
+            "zeros_like",
+            "ones_like",
+            "full_like",
+        ),
+        _elementwise,
+    ),
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("detach", "alias", "lift_fresh"), _alias),
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze", "expand"), _view),

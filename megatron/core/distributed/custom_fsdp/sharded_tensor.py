@@ -29,13 +29,13 @@ class ShardedTensor(sharded_ops.TensorPart):
 
     @staticmethod
     def __new__(cls, local: Tensor, place: FlatSpan, shape: Sequence[int] | None = None) -> ShardedTensor:
-        size = place.meta.global_shape if shape is None else shape
-        new: ShardedTensor = Tensor._make_wrapper_subclass(cls, size, dtype=local.dtype, device=local.device)
-        new.local, new.place = local, place
+        dims = place.meta.global_shape if shape is None else tuple(shape)
+        new: ShardedTensor = Tensor._make_wrapper_subclass(cls, dims, dtype=local.dtype, device=local.device)
+        new.local, new.place, new.dims = local, place, dims
         return new
 
     def again(self, local: Tensor, shape: Sequence[int] | None = None) -> ShardedTensor:
-        return ShardedTensor(local, self.place, self.shape if shape is None else shape)
+        return ShardedTensor(local, self.place, self.dims if shape is None else shape)
 
     def to_local(self) -> Tensor:
         """This rank's part, 1-D; its memory."""
