@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank holds, and who holds the rest."""
+"""Which elements of a parameter a rank holds, who holds the rest, and what operations know of both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
+from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta, Region, region_parts, region_slices
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
@@ -78,3 +79,24 @@ class FlatSpan:
 
 def _box(offset: Sequence[int], view: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, view.shape, strict=True))
+
+
+class TensorPart(Tensor):
+    """What operations know of a `ShardedTensor`. local: this rank's part, 1-D. place: which elements these are. dims:
+    its shape, quicker to read."""
+
+    local: Tensor
+    place: FlatSpan
+    dims: tuple[int, ...]
+
+    def again(self, local: Tensor, shape: Sequence[int] | None = None) -> TensorPart:
+        """The same elements of another tensor, of this one's shape unless another is given."""
+        raise NotImplementedError
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """1-D: of a tensor of this one's shape, sharded or whole, this rank's elements."""
+        raise NotImplementedError
+
+    def refusal(self, asked: str) -> ModelError:
+        """asked: what this rank's part is not enough for."""
+        raise NotImplementedError

@@ -4,54 +4,26 @@ elementwise   on this rank's part; whole tensors beside it are cut likewise, sin
 lists         the same for foreach and fused kernels
 views         of another shape in the same flat order
 random        drawn for the whole tensor and cut: ranks of one seed have the numbers that one process has
-over ranks    sums, norms, extremes of all elements, truth values: communicate over the ranks that hold the tensor
+over ranks    sums, norms, extremes of all elements, truth values (`sharded_figures.py`): communicate
 refused       everything else: it would need more than the rank's part
-
-Sums over ranks are made in fp64, so a norm does not depend on how a tensor is cut.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.squared_sums import squared_sums
+from megatron.core.distributed.custom_fsdp.flat_span import TensorPart
+from megatron.core.distributed.custom_fsdp.sharded_figures import FIGURES, norms, over_ranks, total
 from megatron.core.transport import collectives
-
-if TYPE_CHECKING:
-    from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan
-    from megatron.core.module import ModelError
-    from megatron.core.transport.parallel_state import Group
 
 Args = tuple[Any, ...]
 Options = dict[str, Any]
 _LISTS = (list, tuple)
 Operation = Callable[[Any, Args, Options], Any]
-
-
-class TensorPart(Tensor):
-    """What operations know of a `ShardedTensor`. local: this rank's part, 1-D. place: which elements these are. dims:
-    its shape, quicker to read."""
-
-    local: Tensor
-    place: FlatSpan
-    dims: tuple[int, ...]
-
-    def again(self, local: Tensor, shape: Sequence[int] | None = None) -> TensorPart:
-        """The same elements of another tensor, of this one's shape unless another is given."""
-        raise NotImplementedError
-
-    def part_of(self, value: Tensor) -> Tensor:
-        """1-D: of a tensor of this one's shape, sharded or whole, this rank's elements."""
-        raise NotImplementedError
-
-    def refusal(self, asked: str) -> ModelError:
-        """asked: what this rank's part is not enough for."""
-        raise NotImplementedError
 
 
 def run(func: Any, args: Args, kwargs: Options) -> Any:
@@ -216,79 +188,10 @@ def _of_whole(func: Any, like: Any, more: Iterable[Any], kwargs: Options) -> Ten
 # Over ranks ----------------------------------------------------------------------------------------------
 
 
-def _over_ranks(tensors: Sequence[Any], figures: Tensor, op: str) -> Tensor:
-    """figures [len(tensors)] fp64, of each one's part -> the sums or maxima over the ranks that hold it: one message
-    for all that the same ranks hold. Plain tensors' stay."""
-    together: dict[tuple[Group, ...], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if isinstance(tensor, TensorPart):
-            together.setdefault(tensor.place.groups, []).append(place)
-    for groups, places in together.items():
-        mine = figures[places]
-        if op == "max":  # to which NaN means nothing
-            mine = torch.stack((mine.nan_to_num(-math.inf, math.inf, -math.inf), mine.isnan().double()))
-        for group in groups:
-            collectives.all_reduce(mine, group, op)
-        figures[places] = torch.where(mine[1] > 0, math.nan, mine[0]) if op == "max" else mine
-    return figures
-
-
-def _owned(tensor: Any) -> Tensor:
-    return tensor.place.owned(tensor.local) if isinstance(tensor, TensorPart) else tensor
-
-
-def _sum(tensor: Any, of: Callable[[Tensor], Tensor] = lambda one: one) -> Tensor:
-    """0-d fp64"""
-    return _over_ranks([tensor], of(_owned(tensor).double()).sum().view(1), "sum")[0]
-
-
-def _largest(tensors: Sequence[Any], of: Callable[[Tensor], Tensor]) -> Tensor:
-    """[len(tensors)] fp64; -inf where there are no elements."""
-    parts = [of(_owned(one).double()).view(-1) for one in tensors]
-    found = torch.stack([part.max() if part.numel() else part.new_tensor(-math.inf) for part in parts])
-    return _over_ranks(tensors, found, "max")
-
-
-def _norms(tensors: Sequence[Any], order: float) -> Tensor:
-    """[len(tensors)] fp64: each one's norm over all ranks."""
-    if order == math.inf:
-        return _largest(tensors, torch.abs).clamp(min=0)
-    if order == -math.inf:
-        return -_largest(tensors, lambda one: -one.abs())
-    owned = [_owned(one) for one in tensors]
-    if order == 2:
-        return _over_ranks(tensors, squared_sums(owned), "sum").sqrt()
-    if order == 0:
-        return _over_ranks(tensors, torch.stack([one.count_nonzero().double() for one in owned]), "sum")
-    powers = torch.stack([one.double().abs().pow(order).sum() for one in owned])
-    return _over_ranks(tensors, powers, "sum").pow(1 / order)
-
-
 def _list_of_norms(func: Any, args: Args, kwargs: Options) -> Any:
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    norms = _norms(tensors, order)
-    return [norm.to(kwargs.get("dtype") or one.dtype) for norm, one in zip(norms, tensors, strict=True)]
-
-
-def _variance(tensor: Any, options: Options) -> Tensor:
-    mean, correction = _sum(tensor) / tensor.numel(), options.get("correction")
-    freedom = tensor.numel() - (1 if correction is None else correction)
-    return _sum(tensor, lambda one: (one - mean).square()) / max(freedom, 0)
-
-
-# 0-d fp64 of a tensor and an operation's named arguments.
-_FIGURES: dict[str, Callable[[Any, Options], Tensor]] = {
-    "sum": lambda one, _: _sum(one),
-    "mean": lambda one, _: _sum(one) / one.numel(),
-    "count_nonzero": lambda one, _: _norms([one], 0)[0],
-    **dict.fromkeys(("max", "amax"), lambda one, _: _largest([one], lambda part: part)[0]),
-    **dict.fromkeys(("min", "amin"), lambda one, _: -_largest([one], lambda part: -part)[0]),
-    "any": lambda one, _: _sum(one, lambda part: part.ne(0).double()) > 0,
-    "all": lambda one, _: _sum(one, lambda part: part.eq(0).double()) == 0,
-    "linalg_vector_norm": lambda one, options: _norms([one], float(options.get("ord", 2)))[0],
-    "var": _variance,
-    "std": lambda one, options: _variance(one, options).sqrt(),
-}
+    pairs = zip(norms(tensors, order), tensors, strict=True)
+    return [norm.to(kwargs.get("dtype") or one.dtype) for norm, one in pairs]
 
 
 def _reduced(func: Any, args: Args, kwargs: Options) -> Any:
@@ -304,7 +207,7 @@ def _reduced(func: Any, args: Args, kwargs: Options) -> Any:
     expected = _of_whole(func, like, more, kwargs)  # its shape and dtype
     if not isinstance(expected, Tensor):  # (values, indices)
         raise like.refusal(_name(func))
-    return _FIGURES[_name(func)](like, options).to(expected.dtype).view(expected.shape)
+    return FIGURES[_name(func)](like, options).to(expected.dtype).view(expected.shape)
 
 
 def _dot(func: Any, args: Args, kwargs: Options) -> Any:
@@ -320,11 +223,11 @@ def _equal(func: Any, args: Args, kwargs: Options) -> bool:
     if one.shape != other.shape:
         return False
     differ = float(not torch.equal(*(like.part_of(tensor) for tensor in (one, other))))
-    return not _over_ranks([like], like.local.new_tensor([differ], dtype=torch.float64), "max").item()
+    return not over_ranks([like], like.local.new_tensor([differ], dtype=torch.float64), "max").item()
 
 
 def _item(func: Any, args: Args, kwargs: Options) -> Any:
-    return _sum(args[0]).to(args[0].dtype).item()  # the others hold nothing of its element
+    return total(args[0]).to(args[0].dtype).item()  # the others hold nothing of its element
 
 
 def _unscale(func: Any, args: Args, kwargs: Options) -> None:
@@ -389,7 +292,7 @@ _BY_NAME: dict[str, Operation] = {
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("detach", "alias", "lift_fresh"), _alias),
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze", "expand"), _view),
-    **dict.fromkeys(_FIGURES, _reduced),
+    **dict.fromkeys(FIGURES, _reduced),
     **dict.fromkeys(("dot", "vdot"), _dot),
     **dict.fromkeys(("_local_scalar_dense", "is_nonzero"), _item),
     **dict.fromkeys(("is_pinned", "record_stream"), _of_part),

@@ -20,11 +20,11 @@ from torch.optim.optimizer import _foreach_supported_types as _foreach_of_optimi
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_of_clipping
 
 from megatron.core.distributed.custom_fsdp import sharded_ops
-from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan
+from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan, TensorPart
 from megatron.core.module import ModelError
 
 
-class ShardedTensor(sharded_ops.TensorPart):
+class ShardedTensor(TensorPart):
     """place: what of the whole tensor this rank holds. shape: another one of as many elements (a view's)."""
 
     @staticmethod

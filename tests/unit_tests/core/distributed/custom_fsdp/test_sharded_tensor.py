@@ -99,7 +99,7 @@ FIGURES: tuple[Operation, ...] = (
     lambda a, b: torch.allclose(a, a + 1e-9),
     lambda a, b: a.flatten().dot(b.flatten()),
     lambda a, b: (a * b).sum() / (a.norm() * b.norm()),
-    lambda a, b: a.sum().item() if a.numel() > 1 else a.item(),
+    lambda a, b: torch.tensor(a.sum().item() if a.numel() > 1 else a.item()),
     lambda a, b: (a.shape, a.ndim, a.numel(), a.dim(), a.size(), a.is_contiguous(), a.stride()),
 )
 SHAPES = ((3, 4), (5,), (), (2, 3, 4), (1, 1))
