@@ -128,10 +128,10 @@ def operations_are_those_of_the_whole(ctx) -> None:
         drawn = ours[0].clone().uniform_(-1, 1)
         torch.manual_seed(1)
         assert torch.equal(drawn.full_tensor(), torch.empty(shape).uniform_(-1, 1))
-    negative = ShardedTensor(
-        torch.tensor([-0.0] * (ctx.rank == 0)), FlatSpan(ParamMeta("z", (1,)), 0, 1, (group,))
-    )
-    assert math.copysign(1, negative.full_tensor().item()) == -1 if ctx.rank == 0 else True
+    first = ctx.rank == 0
+    span = FlatSpan(ParamMeta("z", (1,)), 0 if first else 1, 1, (group,))
+    negative = ShardedTensor(torch.tensor([-0.0] * first), span)
+    assert math.copysign(1, negative.full_tensor().item()) == -1, "a gathered zero keeps its sign"
 
 
 def gradients_flow_through_what_is_computed(ctx) -> None:
