@@ -1,11 +1,11 @@
 """Arrays that are held once on a machine, whatever the number of its processes: in a file, read in pieces.
 
 [Note: one array, many processes] The file is one of the index cache, or, where none can be written, one in memory
-without a name (`memfd_create`), that the first process of the machine has filled. The others open the same file by its
-place in /proc, and read as the first does, with `os.pread`, so nothing is mapped ([Note: no mmap] in
-indexed_dataset_reader.py): a file that somebody truncates is an error, which says so. What the pieces take is the system's cache of files, once.
-Who was given a place trusts what is there, since the first process has checked it or made it. A place that cannot be
-opened (processes that do not see each other's) costs a second copy, no error.
+without a name (`memfd_create`), that the first process of the machine has filled. The others open the same file by
+its place in /proc, and read as the first does, with `os.pread`, so nothing is mapped ([Note: no mmap] in
+indexed_dataset_reader.py): a file that somebody truncates is an error, which says so. What the pieces take is the
+system's cache of files, once. Who was given a place trusts what is there, since the first process has checked it or
+made it. A place that cannot be opened (processes that do not see each other's) costs a second copy, no error.
 """
 
 from __future__ import annotations

@@ -168,20 +168,16 @@ class DistributedDataParallel(GradSync):
         *,
         reduce_gradients: bool = True,
         keep_gradients: bool = False,
-        accumulate: bool = False,
     ) -> None:
         """Start a step: its gradients overwrite those of the last one, no unit is reduced yet.
 
         reduce_gradients: without, they stay this rank's own, and `finish` is not called. keep_gradients: those of the
-        last step are still needed, until `release_gradients` (a step that is not decided on). accumulate: add to its
-        sums.
+        last step are still needed, until `release_gradients` (a step that is not decided on).
         """
         assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
         # With what the last `weights_changed` has moved.
         self._counted_from, self._of_weights = self._moved() - self._of_weights, Traffic()
-        self.reductions.begin_step(
-            reduce_gradients=reduce_gradients, accumulate=accumulate, keep=keep_gradients
-        )
+        self.reductions.begin_step(reduce_gradients=reduce_gradients, keep=keep_gradients)
         self.buffer.grads_divided_by = round(1.0 / self._scale)
 
     def finish(self) -> None:
