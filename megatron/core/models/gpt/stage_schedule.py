@@ -124,6 +124,12 @@ class StagedModel:
             saved_in=self.saved_in,
         )
 
+    def in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
+        """Costs of the spec's stages with activations in bytes; None where the configuration is not complete."""
+        if spec.estimated:
+            return spec.costs
+        return self.costs.of_stages(spec.stages) if self.costs is not None and spec.stages else None
+
     def asks_device(self, spec: ScheduleSpec) -> bool:
         """Whether the limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
         by_flags = self.parallel.enable_zero_bubble and not self.parallel.zero_bubble_v_schedule

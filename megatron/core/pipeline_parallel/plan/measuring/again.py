@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, costs_of, peaks_of
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
+    Figures,
+    bubble_rate,
+    costs_of,
+    peaks_of,
+    slowest_pipeline,
+)
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
@@ -18,11 +24,24 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec,
 
 @dataclasses.dataclass(frozen=True)
 class Bubbles:
-    """Of one step of a pipeline, as shares of its time. planned: of its plan, by the newest costs."""
+    """The bubbles of one step, of the pipeline that took the longest (`waiting_share`): whoever says a measured step's
+    bubbles has them from here. planned: of the plan that ran, simulated with the step's own costs, the median of each
+    computation of each stage. measured: by the clock, so that late messages, other ranks and a busy core are in it."""
 
     iteration: int
     planned: float
     measured: float
+
+    @classmethod
+    def of(cls, figures: Sequence[Figures], plan: Plan, lanes: Lanes | None) -> Bubbles | None:
+        """figures: of one step, of any ranks; None where no pipeline is complete. lanes: in ns."""
+        ranks = slowest_pipeline(figures)
+        if not ranks:
+            return None
+        planned = simulate(plan, costs_of(ranks, plan.placement), lanes).bubble_rate
+        steps = [one["steps"][-1] for one in ranks]
+        measured = bubble_rate((span, busy) for _, span, busy in steps)
+        return cls(steps[0][0], max(0.0, planned), measured)  # sums of times are rounded
 
     def lines(self) -> list[str]:
         """After the iteration line of a pipeline with more than one rank."""
@@ -108,7 +127,7 @@ def replanned(
     rest see `solve_again`."""
     costs, (now, most) = measured_costs(figures, spec), num_microbatches
     again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
-    before, after = (planned_bubble(one, now, costs, lanes) for one in (spec, again))
+    before, after = (_planned_bubble(one, now, costs, lanes) for one in (spec, again))
     plan = plan_for(again.bare, now, PlanPurpose.TRAIN)
     f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
     told = MeasuredPlan(
@@ -130,14 +149,11 @@ def replanned(
     return again, costs, reasons, told
 
 
-@functools.lru_cache(maxsize=4)
-def planned_bubble(
-    spec: ScheduleSpec, num_microbatches: int, costs: CostModel | None, lanes: LaneCosts | None
+def _planned_bubble(
+    spec: ScheduleSpec, num_microbatches: int, costs: CostModel, lanes: LaneCosts | None
 ) -> float:
-    """Of the plan of so many microbatches. costs, lanes: as measured; without, by the spec's own."""
     plan = plan_for(spec, num_microbatches, PlanPurpose.TRAIN)
-    wire = None if costs is None else spec.with_lanes(lanes)
-    return max(0.0, simulate(plan, costs or spec.costs, wire).bubble_rate)  # sums of times are rounded
+    return max(0.0, simulate(plan, costs, spec.with_lanes(lanes)).bubble_rate)
 
 
 def measured_costs(figures: Sequence[Figures], spec: ScheduleSpec) -> CostModel:
