@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, replanned
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, RankLimitError, replanned
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,
@@ -46,6 +46,7 @@ class Measuring:
         self._costs: CostModel | None = None  # as measured
         self._start = self._length = 0
         self._link_known = False
+        self.broken_limit: str | None = None  # why the run has to end, the same on all ranks
         if parts.pipeline.spec.residency is None:
             return
         validated = self._session.config.parallel.enable_optimizer_post_validation
@@ -59,7 +60,9 @@ class Measuring:
         spec = self._pipeline.spec
         if spec.residency is None:
             return
-        planned = planned_residency(spec, num_microbatches, self._purpose, self._at_rest, self._in_bytes(spec))
+        planned = planned_residency(
+            spec, num_microbatches, self._purpose, self._at_rest, self._in_bytes(spec)
+        )
         held = planned.at_once
         most = size_text(held.total, digits=3) + (" and activations" if held.activations is None else "")
         brief = f" > memory in a step: at most {most} of tensors planned on a rank"
@@ -88,7 +91,7 @@ class Measuring:
         if not self._link_known:
             self._pipeline.measure_link()
             self._link_known = True
-        if self._costs is not None:
+        if self._costs is not None or self.broken_limit is not None:
             return
         if iteration < self._start:  # the window is measured by itself; its first step may have run already
             profiler.forget(iteration)
@@ -97,7 +100,7 @@ class Measuring:
                 self._take_figures(iteration, task.num_microbatches)
 
     def _bubbles(self, task: StepTask) -> Bubbles | None:
-        if (profiler := self._pipeline.profiler) is None:
+        if (profiler := self._pipeline.profiler) is None or len(self._session.ps.pp_group.ranks) == 1:
             return None
         told = self._session.gather(profiler.figures_of_step(task.iteration))
         plan, figures = profiler.plan_of_step(task.iteration), [one for one in told if one is not None]
@@ -153,16 +156,27 @@ class Measuring:
         pipeline.keep_groupings(pipeline.residencies)
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
         splits = all(splits for _, splits in gathered)
-        spec, self._costs, reasons, told = replanned(
-            iteration, figures, pipeline.spec, sizes, splits=splits, lanes=pipeline.wire
-        )
-        why = " > --pipeline-schedule auto, by measured costs: "
+        limited, spec = session.config.parallel.rank_memory_limit is not None, pipeline.spec
+        alike = session.config.staged_model.on_the_stages_of(spec) if limited else []
+        if limited and spec.residency is None:  # nothing moves, but there is a limit
+            chosen = session.config.schedule_spec
+            spec = dataclasses.replace(spec, stages_units=chosen.stages_units, residency=chosen.residency)
+        asked = iteration, figures, spec, sizes
+        try:
+            spec, self._costs, reasons, told = replanned(
+                *asked, splits=splits, lanes=pipeline.wire, alike=alike
+            )
+        except RankLimitError as error:
+            self.broken_limit = str(error)
+            return
+        why = f" > --{'rank-memory-limit' if limited else 'pipeline-schedule auto'}, by measured costs: "
         session.print_rank_0(*(f"{why}{line}" for line in reasons), brief="")
         if told.kept is None:
-            pipeline.plan_by(spec)
+            pipeline.plan_by(spec if pipeline.spec.residency is not None else spec.bare)
             bare, plan = (plan_for(one, num_microbatches, PlanPurpose.TRAIN) for one in (spec.bare, spec))
             check_same_plan(session.gather(plan_hash(plan)))
             told = dataclasses.replace(told, path=self._save(bare))
+            session.print_rank_last(*at_once_lines(spec, num_microbatches, self._purpose), brief="")
         self._parts.reporter.planned_again(told)
 
     def _save(self, plan: Plan) -> str | None:

@@ -326,7 +326,9 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
     profiler = None
-    if session.ps.pp_size > 1:  # there are messages
+    if (
+        session.ps.pp_size > 1 or parallel.rank_memory_limit is not None
+    ):  # there are messages, or limits to keep to
         live, (start, end) = engine.memory_tracker.live, parallel.timers_window
         profiler = Profiler(
             session.device,

@@ -69,10 +69,11 @@ def search_of(spec: ScheduleSpec, order: Plan) -> PlanSearch | None:
     """Of an order's gathers and reductions; None where nothing is shared."""
     assert spec.stages_units is not None
     assert spec.residency is not None
-    assert spec.lanes is not None
     if not spec.residency.moves:
         return None
-    return PlanSearch(RowMaker(order, spec.stages_units, spec.residency, spec.costs, spec.lanes))
+    assert spec.lanes is not None
+    asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
+    return PlanSearch(RowMaker(order, *asked, dict(spec.groupings).get(order.num_microbatches)))
 
 
 def judged(spec: ScheduleSpec, order: Plan, search: PlanSearch | None, tries: int | None) -> Judged:

@@ -186,8 +186,8 @@ def bubble_rate(steps: Iterable[tuple[int, int]]) -> float:
 
 
 def slowest_pipeline(figures: Sequence[Figures]) -> list[Figures]:
-    """Of one step's figures, those of the pipeline that took the longest, of those that all ranks have told of; by rank,
-    empty where there is none."""
+    """Of one step's figures, those of the pipeline that took the longest, of those that all ranks have told of; by
+    rank, empty where there is none."""
     pipelines: dict[tuple[int, ...], dict[int, Figures]] = defaultdict(dict)
     for one in figures:
         pipelines[tuple(one["pipeline"])][one["rank"]] = one
