@@ -41,7 +41,9 @@ def test_log_record_and_timeline_say_the_same_two_numbers_of_every_step(run, cap
     folder, output = run
     said = {int(one[1]): (float(one[2]), float(one[3])) for one in SAID.finditer(output)}
     assert list(said) == [1, 2, 3, 4]
-    records = {one["iteration"]: one for one in launch.metrics_lines(folder / "ck") if "planned-bubble" in one}
+    records = {
+        one["iteration"]: one for one in launch.metrics_lines(folder / "ck") if "planned-bubble" in one
+    }
     for iteration, both in said.items():
         recorded = [100 * records[iteration][f"{name}-bubble"] for name in ("planned", "measured")]
         assert recorded == pytest.approx(both, abs=0.006)  # of rounding to hundredths

@@ -53,7 +53,9 @@ def test_where_nothing_keeps_to_it_both_figures_and_the_flag_are_named():
     spec, costs, alike = of_measured(1_000_000, 3.0)
     with pytest.raises(RankLimitError) as refused:
         solve_again(spec, costs, MICROBATCHES, MICROBATCHES, splits=True, lanes=spec.lanes, alike=alike)
-    said = re.search(r"holds (\S+ MB) by measured .* planned to hold (\S+ MB) by estimated", str(refused.value))
+    said = re.search(
+        r"holds (\S+ MB) by measured .* planned to hold (\S+ MB) by estimated", str(refused.value)
+    )
     assert float(said[1].split()[0]) > 1 > float(said[2].split()[0])
     assert "--rank-memory-limit 1000000" in str(refused.value)
 

@@ -105,7 +105,9 @@ def test_a_fixed_order_says_its_activations_and_kinds_add_up(tmp_path):
     assert not spec.estimated
     costs = config.staged_model.costs.of_stages(spec.stages)
     rows = plan_for(spec, 4, PlanPurpose.TRAIN).rows
-    most = re.search(r"^ activations of iteration 3, pipeline rank (\d): at most: planned (.*?);", output, re.M)
+    most = re.search(
+        r"^ activations of iteration 3, pipeline rank (\d): at most: planned (.*?);", output, re.M
+    )
     assert most[2] == size_text(peak_activation(int(most[1]), rows[int(most[1])], costs))
     assert "MiB" not in "".join(re.findall(r"^ > (?:residency|a step moves).*$", output, re.M))
 
