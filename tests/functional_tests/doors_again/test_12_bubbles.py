@@ -1,5 +1,5 @@
-"""12: a step has one planned and one measured bubble: the log, its record, the timeline and the report's picture give the
-same two numbers; the picture of the README is that of the default flags."""
+"""12: a step has one planned and one measured bubble: the log, its record, the timeline and the report's picture give
+the same two numbers; the picture of the README is that of the default flags."""
 
 import json
 import re

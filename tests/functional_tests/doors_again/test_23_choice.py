@@ -34,7 +34,7 @@ def test_what_is_solved_alone_is_not_called_impossible_beside_others():
         assert judge(chosen, FEW.num_microbatches).simulation.cost <= cost * (1 + 1e-9)
     else:
         least = float(re.search(r"zbv, optim_grads_params: (?:takes at least )?([\d.]+) x F", line)[1])
-        assert least <= cost
+        assert least <= cost + 0.01  # as printed
 
 
 def test_an_order_that_holds_too_much_is_made_again_for_what_fits():

@@ -61,8 +61,8 @@ def write(folder, plan, pipeline, iterations, *, slower=1.0):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two pipelines of two ranks, of which the second is slower, and an evaluation in between. Of the slower one are the
-    figures."""
+    """Two pipelines of two ranks, of which the second is slower, and an evaluation in between. The slower
+    one's are the figures."""
     plan = lowered("1f1b", 2, 4)
     write(tmp_path, plan, (0, 2), (1, 2), slower=0.5)
     evaluation = forward_only(build_plan("1f1b", Request(2, 4)))
