@@ -176,7 +176,8 @@ class Measuring:
             bare, plan = (plan_for(one, num_microbatches, PlanPurpose.TRAIN) for one in (spec.bare, spec))
             check_same_plan(session.gather(plan_hash(plan)))
             told = dataclasses.replace(told, path=self._save(bare))
-            session.print_rank_last(*at_once_lines(spec, num_microbatches, self._purpose), brief="")
+            if limited:
+                session.print_rank_last(*at_once_lines(spec, num_microbatches, PlanPurpose.TRAIN), brief="")
         self._parts.reporter.planned_again(told)
 
     def _save(self, plan: Plan) -> str | None:
