@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Plan
-from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, waiting_share
 from megatron.core.words import counted, size_text
 from tools.drawing.lanes import Box, Bracket, Lane, Stack, Strip, lanes
 from tools.drawing.page import Key, Picture
@@ -247,8 +247,11 @@ def several_svg(simulations: Sequence[Simulation]) -> str:
     plan = simulations[0].plan
     strips: list[Strip] = []
     for one in simulations:
-        peak = f"{max(one.peak_activation):g}"
-        told = f"{one.plan.schedule}: step time {one.cost:g}, bubble {one.bubble_rate:.1%}, peak activation {peak}"
+        peak, own = f"{max(one.peak_activation):g}", f"step time {one.cost:g}, bubble {one.bubble_rate:.1%}"
+        if ends_apart(one):  # as with the default flags, where ranks wait for each other between steps
+            bubble = waiting_share(one.makespan, one.work)
+            own = f"step time {one.makespan:g}, bubble {bubble:.1%}; with optimizer post-validation {own}"
+        told = f"{one.plan.schedule}: {own}, peak activation {peak}"
         strips.append(Lane("", heading=told, height=26))
         strips += [_lane(one, rank, f"rank {rank}", small=True) for rank in range(len(one.plan.rows))]
         strips += _ends(one, "")

@@ -50,8 +50,10 @@ def overlay_text(planned: Simulation, measured: Simulation) -> str:
     return f"planned {to_text(planned, scale)}measured {to_text(measured, scale)}"
 
 
-def overlay_figures(planned: Simulation, measured: Simulation, means: Mapping[Kind, Times]) -> dict[str, Any]:
-    """Both bubbles, costs and idle times, and the mean times; seconds."""
+def overlay_figures(
+    planned: Simulation, measured: Simulation, medians: Mapping[Kind, Times]
+) -> dict[str, Any]:
+    """Both bubbles, costs and idle times, and the median times; seconds."""
     names = "makespan", "cost", "bubble_time", "bubble_rate", "idle"
     plan = planned.plan
     return {
@@ -61,6 +63,6 @@ def overlay_figures(planned: Simulation, measured: Simulation, means: Mapping[Ki
         "microbatches": plan.num_microbatches,
         "planned": {name: getattr(planned, name) for name in names},
         "measured": {name: getattr(measured, name) for name in names},
-        "mean_time": {kind.name: list(times) for kind, times in means.items()},
+        "median_time": {kind.name: list(times) for kind, times in medians.items()},
         "peak_activation": list(planned.peak_activation),
     }

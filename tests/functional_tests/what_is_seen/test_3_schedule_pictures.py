@@ -134,7 +134,10 @@ def test_several_on_one_page_and_under_one_another_on_one_axis(monkeypatch, caps
     assert texts_of(figures[1])[-2] == texts_of(figures[0])[-2] == "30", "one axis"
     together = drawn(f"{words}svg", monkeypatch, capsys, tmp_path)
     assert "1f1b: step time 33, bubble 27.3%, peak activation 4" in together
-    assert "zbv: step time 24, bubble 0.0%, peak activation 4" in together
+    assert (
+        "zbv: step time 25.5, bubble 5.9%; with optimizer post-validation step time 24, bubble 0.0%, peak activation 4"
+        in together
+    )
 
 
 def test_gathers_reductions_and_limits_are_on_the_page(monkeypatch, capsys, tmp_path):

@@ -129,9 +129,9 @@ def limit_lines(spec: ScheduleSpec, *, sequence_parallel: bool) -> list[str]:
             " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
         )
     if spec.limits is not None:
-        unit, size = ("MiB", 2**20) if spec.estimated else ("activations", 1)
-        shown = ", ".join(f"{limit / size:.1f}" for limit in spec.limits)
-        lines.append(f" > limit of activations by pipeline rank: {shown} {unit}")
+        shown = ", ".join(map(spec.describe_activation, spec.limits))
+        unit = "" if spec.estimated else " activations"
+        lines.append(f" > limit of activations by pipeline rank: {shown}{unit}")
     return lines
 
 

@@ -74,7 +74,7 @@ class Simulation:
     @property
     def bubble_rate(self) -> float:
         """bubble_time / cost; 0 when all takes no time."""
-        return self.bubble_time / self.cost if self.cost else 0.0
+        return waiting_share(self.cost, self.work)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -109,6 +109,12 @@ class Simulation:
     def num_messages(self) -> int:
         """Transfers between ranks."""
         return sum(op[0] in (SEND_F, SEND_B) for row in self.plan.rows for op in row)
+
+
+def waiting_share(step: float, work: float) -> float:
+    """The bubble: the share of a step's time that the busiest rank does not compute. step: the most that a rank takes
+    from its first start to its last end. 0 where all takes no time."""
+    return (step - work) / step if step else 0.0
 
 
 def simulate(plan: Plan, costs: CostModel, lanes: Lanes | None = None) -> Simulation:

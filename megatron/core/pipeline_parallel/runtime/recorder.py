@@ -35,6 +35,9 @@ class Recorder(Protocol):
     def end_step(self) -> None:
         """The row is through, or broke off."""
 
+    def message_takes(self, link_ns: int) -> None:
+        """Between steps: on the slowest of this rank's links, from now on."""
+
     def close(self) -> None:
         """The run is over, whichever way: no step begins any more."""
 
@@ -66,6 +69,10 @@ class Recorders:
     def end_step(self) -> None:
         for one, _ in self._all:
             one.end_step()
+
+    def message_takes(self, link_ns: int) -> None:
+        for one, _ in self._all:
+            one.message_takes(link_ns)
 
     def close(self) -> None:
         for one, _ in self._all:
