@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from megatron.core.words import brief, plain
 from tools.drawing.page import (
     COLOURS,
     LETTER,
@@ -92,15 +93,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """Short and exact: 0, 0.002, 1.5e-05, 12.5k, 3M."""
-    size = abs(value)
-    for limit, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if 1e15 > size >= limit:
-            return f"{value / unit:.6g}{suffix}"
-    if 0 < size < 1e-3 or size >= 1e15:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.6g}"
+    """Short and exact: 0, 0.002, 12.5k, 3M; on axes over so many powers of ten that letters end, 1e-9."""
+    if not value or 1e-6 <= abs(value) < 1e15:
+        return brief(value, 6)
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def line_chart(
@@ -231,6 +228,6 @@ class _Axes:
         name = html.escape(series.name)
         targets = [] if hover is None else [*kept[: -1 : max(1, math.ceil(len(kept) / MAX_HOVER))], kept[-1]]
         for x, y in targets:
-            title = element("title", f"{hover} {x:.15g}: {name} {y:.6g}")
+            title = element("title", f"{hover} {plain(x, 6)}: {name} {plain(y, 6)}")
             parts.append(element("circle", title, class_="hit", cx=percent(self.share(x)), cy=self.y(y), r=5))
         return element("g", *parts, class_=f"{'p' if series.pale else 's'}{colour}{' broad' * series.broad}")

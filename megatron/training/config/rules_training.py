@@ -12,7 +12,7 @@ from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 from megatron.core.safe_files import open_regular, read_json
 from megatron.core.transport.rank_grid import RankGridError
-from megatron.core.words import counted
+from megatron.core.words import counted, size_text, time_text
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import BatchScheduleError
 from megatron.training.config.resolve import grid_fault
@@ -63,14 +63,14 @@ def index_fault(c: RuleContext) -> str | None:
     places = samples + (2 * samples * c.seq_length // sizes.MOCK_LONGEST_DOCUMENT if c.mock_data else 0)
     size, here = sizes.BYTES_PER_SAMPLE * places, c.env.local_world_size
     if places > sizes.MAX_SAMPLES:
-        limit = f"at most {sizes.BYTES_PER_SAMPLE * sizes.MAX_SAMPLES / 2**30:.0f} GiB are made"
+        limit = f"at most {size_text(sizes.BYTES_PER_SAMPLE * sizes.MAX_SAMPLES)} are made"
     elif not c.check_only and here * size > c.memory_bytes:
-        limit = f"this machine has {c.memory_bytes / 2**30:.1f} GiB for {counted(here, 'rank')}"
+        limit = f"this machine has {size_text(c.memory_bytes)} for {counted(here, 'rank')}"
     else:
         return None
     return (
-        f"the run asks for {samples} samples, training, validation and test together: their index takes "
-        f"{size / 2**30:.1f} GiB on every rank and {sizes.S_PER_SAMPLE * places / 60:.0f} minutes; {limit}"
+        f"the run asks for {counted(samples, 'sample')}, training, validation and test together: their index takes "
+        f"{size_text(size)} on every rank and {time_text(sizes.S_PER_SAMPLE * places)}; {limit}"
     )
 
 

@@ -18,6 +18,7 @@ from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
@@ -300,7 +301,7 @@ def _verify_data(session: Session) -> None:
             seen_by.setdefault(reason, rank)
     if seen_by:
         raise DataError("; ".join(f"{reason} (seen by rank {rank})" for reason, rank in seen_by.items()))
-    session.print_rank_0(f"data: the checksums of {count} {'corpus' if count == 1 else 'corpora'} are right")
+    session.print_rank_0(f"data: the checksums of {counted(count, 'corpus')} are right")
 
 
 def first_difference(saved: Any, here: Any, name: str = "") -> str | None:

@@ -157,7 +157,7 @@ def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
         ),
     ):
         assert expected in page.text, expected
-    peaks = [1e6 * float(told) for told in re.findall(r"peak (\d+(?:\.\d+)?) MB", page.text)]
+    peaks = [2**20 * float(told) for told in re.findall(r"peak (\d+(?:\.\d+)?) MiB", page.text)]
     assert peaks == pytest.approx([10e6 + most for most in ran.peak_activation], rel=1e-3), (
         "the rest is small"
     )

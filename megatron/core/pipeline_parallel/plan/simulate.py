@@ -68,8 +68,9 @@ class Simulation:
 
     @property
     def bubble_time(self) -> float:
-        """cost - work."""
-        return self.cost - self.work
+        """cost - work, 0 where that is what rounding sums of times leaves."""
+        waited = self.cost - self.work
+        return waited if waited > 1e-12 * self.cost else 0.0
 
     @property
     def bubble_rate(self) -> float:

@@ -14,7 +14,7 @@ from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
 MIB = 2**20
 HELD = HeldBytes(at_rest=3 * MIB, gathered=MIB, gradients=MIB // 2, activations=6 * MIB)
-HELD_TEXT = "10.50 MiB (at rest 3.00 MiB, gathered 1.00 MiB, gradients 0.50 MiB, activations 6.00 MiB)"
+HELD_TEXT = "10.5 MiB (at rest 3 MiB, gathered 1 MiB, gradients 512 KiB, activations 6 MiB)"
 MOVES = StepMoves(
     24, 1, 0, 0, 45 * MIB, lane_share=0.61, exposed_share=0.032
 )  # of a plan without measured costs
@@ -35,7 +35,7 @@ def test_start_up():
         f"fullest is pipeline rank 1: {HELD_TEXT}"
     )
     assert moved == (
-        " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 3.20%"
+        " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45 MiB, lane busy 61.00%, exposed 3.20%"
     )
     line, _ = start_up_lines("1f1b", Residency("optim", outer=4, policy="step"), 0, HELD, MOVES)
     assert line.startswith(" > residency: 1f1b, optim over 1 rank in 4 instances, policy step; ")
@@ -43,21 +43,21 @@ def test_start_up():
 
 def test_instances_are_told_where_there_are_any():
     moves = StepMoves(6, 6, 3, 1, 1024)
-    assert str(moves) == "6 gathers, 6 reductions, 3 HSDP all-gathers, 1 HSDP all-reduce, 1.00 KiB"
+    assert str(moves) == "6 gathers, 6 reductions, 3 HSDP all-gathers, 1 HSDP all-reduce, 1 KiB"
 
 
 def test_each_interval_says_plan_and_measurement():
     held, moved = STEP.lines()
     assert held == (
-        " residency of iteration 120, pipeline rank 1: planned 4.50 MiB (at rest 3.00 MiB, gathered 1.00 MiB, "
-        "gradients 0.50 MiB); measured 5.50 MiB (at rest 3.00 MiB, gathered 2.00 MiB, gradients 0.50 MiB)"
+        " residency of iteration 120, pipeline rank 1: planned 4.5 MiB (at rest 3 MiB, gathered 1 MiB, "
+        "gradients 512 KiB); measured 5.5 MiB (at rest 3 MiB, gathered 2 MiB, gradients 512 KiB)"
     )
     with_activations = dataclasses.replace(STEP, measured=HELD)
     assert f": planned {HELD_TEXT}; measured {HELD_TEXT}" in with_activations.lines()[0]
     assert with_activations.scalars()["planned-activations-bytes"] == 6 * MIB
     assert moved == (
-        " moves of iteration 120, pipeline rank 1: planned 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, "
-        "exposed 3.20%; measured 23 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 5.00% (0.0200 s)"
+        " moves of iteration 120, pipeline rank 1: planned 24 gathers, 1 reduction, 45 MiB, lane busy 61.00%, "
+        "exposed 3.20%; measured 23 gathers, 1 reduction, 45 MiB, lane busy 61.00%, exposed 5.00% (20 ms)"
     )
 
 
