@@ -137,7 +137,7 @@ def line_chart(
     drawn = sorted(zip(series, numbers, strict=True), key=lambda pair: not pair[0].pale)  # pale ones behind
     curves = (axes.curve(s, number, x_name if hover else None) for s, number in drawn)
     plot = "".join([grid, axes.marks(marks), *curves])
-    return Picture(title, labels, plot, TOP + height + AXIS, tuple(keys), note=note)
+    return Picture(title, labels, plot, TOP + height + AXIS, tuple(keys), note=note, axes=axes.facts)
 
 
 def _is_drawable(value: float, log_y: bool) -> bool:
@@ -162,6 +162,12 @@ class _Axes:
             low, high = low - pad, high + pad
         self._y_ticks = log_ticks(low, high) if log_y else nice_ticks(low, high)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """As zoom.js reads them."""
+        ends = f"{self._y_ticks[0]!r} {self._bottom} {self._y_ticks[-1]!r} {TOP} {int(self._log_y)}"
+        return {"data_x": f"{self._low!r} {self._low + self._span!r}", "data_y": ends}
+
     def share(self, x: float) -> float:
         """Of the width, from the left."""
         return (x - self._low) / self._span
@@ -169,7 +175,7 @@ class _Axes:
     def y(self, value: float) -> float:
         values = self._y_ticks[0], self._y_ticks[-1], value
         low, high, at = map(math.log10, values) if self._log_y else values
-        return round(self._bottom - (at - low) / (high - low) * (self._bottom - TOP), 1)
+        return round(self._bottom - (at - low) / (high - low) * (self._bottom - TOP), 2)
 
     def grid(self, x_name: str) -> tuple[str, str]:
         """Labels of the vertical axis; lines and the horizontal axis."""
@@ -177,7 +183,7 @@ class _Axes:
         for tick in self._y_ticks:
             y = self.y(tick)
             labels.append(text(tick_text(tick), 45, y + 4, text_anchor="end"))
-            lines.append(element("line", class_="grid", x1="0%", x2="100%", y1=y, y2=y))
+            lines.append(element("line", class_="grid tick", x1="0%", x2="100%", y1=y, y2=y))
         ticks = nice_ticks(self._low, self._low + self._span, 6)
         ticks = [t for t in ticks if self._low <= t <= self._low + self._span]
         if x_name == "iteration":

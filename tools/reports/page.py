@@ -90,13 +90,13 @@ def written(out_path: str | Path, content: str) -> Path:
 
 def charts(runs: Runs, pipeline: Picture | None = None, more: Sequence[Picture] = ()) -> str:
     """Charts by subject. more: of losses. pipeline: a timeline."""
-    parts = [element("h2", "Loss"), loss_chart(runs).figure(wide=True), *(chart.figure() for chart in more)]
+    parts = [drawing.heading("Loss"), loss_chart(runs).figure(wide=True), *(chart.figure() for chart in more)]
     for subject, drawn in sections(runs):
         last = [pipeline.figure(wide=True)] if subject == PIPELINE and pipeline is not None else []
         if drawn or last:
             odd = drawn[-1:] if len(drawn) % 2 else []  # leaves no hole where there are two columns
             figures = (chart.figure(wide=chart in odd) for chart in drawn)
-            parts += [element("h2", subject), *figures, *last]
+            parts += [drawing.heading(subject), *figures, *last]
     return element("main", *parts, class_="charts")
 
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
 from megatron.core.safe_files import read_text
 from megatron.core.words import counted, plain, share_text
-from tools.drawing.page import element, fold, page
+from tools.drawing.page import element, fold, heading, page
 from tools.drawing.page import table as page_table
 from tools.schedules.held_over_time import activation_text
 from tools.schedules.picture import ACTIVATIONS, MOST_BOXES, HeldCurves, colours, general, plan_picture
@@ -173,7 +173,7 @@ def to_html(
     about = element("p", html.escape(unit_of_time + general(drawn_ones)), class_="note")
     body.append(fold("Figures", page_table(rows, head), about, is_open=True))
     for entry in entries:
-        body.append(element("h2", html.escape(entry.name), id=entry.name))
+        body.append(heading(entry.name))
         if entry.problem:
             body.append(element("p", html.escape(entry.problem), class_="over"))
         body += [element("p", html.escape(remark)) for remark in entry.remarks]
