@@ -80,6 +80,7 @@ def test_more_memory_than_this_machine_has_draws_a_word(page, monkeypatch):
     monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda: each))
     four = page(*SMALL, "--distributed-backend", "gloo", "--world-size", "4")["memory"]
     assert re.search(r", on 4 ranks together [\d.]+ MiB, more than the 4 MiB of this machine; ", four), four
+    monkeypatch.setattr(LaunchEnv, "gpu_present", lambda env: True)
     assert (
         "this machine" not in page(*SMALL, "--distributed-backend", "nccl", "--world-size", "4")["memory"]
     ), "GPUs"
