@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
-from megatron.core.words import time_text
-
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
 
@@ -50,7 +48,7 @@ class PeerLostError(RuntimeError):
             ranks = f"[{first}, ... {self.ranks[-1]}], {len(self.ranks)} in all"
         return (
             f"rank {self.rank}: {self.where + ': ' if self.where else ''}lost {lost} in {self.op} over group "
-            f"{self.purpose!r} (ranks {ranks}) after {time_text(self.elapsed_s)}: {self.detail}"
+            f"{self.purpose!r} (ranks {ranks}) after {self.elapsed_s:.1f} s: {self.detail}"
         )
 
     def at(self, where: str) -> PeerLostError:

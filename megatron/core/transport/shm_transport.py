@@ -34,7 +34,6 @@ from torch import Tensor
 
 from megatron.core.transport import collectives
 from megatron.core.transport.gloo_pairs import Pairs, add_in_rank_order
-from megatron.core.words import time_text
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
@@ -149,7 +148,7 @@ class ShmTransport:
                         f"connection closed by peer: the process of rank {min(gone)} has ended"
                     )
                 if waited_s > self._timeout_s:
-                    raise RuntimeError(f"timed out after {time_text(waited_s)} waiting for ranks {late}")
+                    raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
             if waited_s > _SPIN_S:
                 time.sleep(min(_LONGEST_S, waited_s / 4))
 
