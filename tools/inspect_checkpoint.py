@@ -24,7 +24,7 @@ from megatron.command import program
 from megatron.core.dist_checkpointing.catalog import Found, choose
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
-from megatron.core.words import printable
+from megatron.core.words import counted, printable
 from megatron.training.guard.console import guard_console
 from tools.checkpoint_summary import folded, summary, summary_lines
 from tools.commands import as_called
@@ -55,21 +55,22 @@ def describe(found: Found) -> dict[str, Any]:
 
 def print_table(facts: dict[str, Any]) -> None:
     """For people: the summary, files, and tensors, those of layers that are alike in one line."""
-    seen = f"iteration {facts['iteration']:,}, {facts['consumed_train_samples']:,} samples"
+    seen = f"iteration {facts['iteration']:,}, {counted(facts['consumed_train_samples'], 'sample')}"
     print(f"{printable(facts['directory'])}: {seen}")
     for line in summary_lines(facts):
         print(f"  {line}")
-    print(f"\n  {len(facts['files'])} files")
+    print(f"\n  {counted(len(facts['files']), 'file')}")
     for name, file in facts["files"].items():
         print(f"  {name}  {file['bytes']:>14,} bytes  sha256 {file['sha256'][:16]}...")
     print(
-        f"\n  {len(facts['tensors'])} tensors, {facts['total_bytes']:,} bytes; layers that are alike in one line"
+        f"\n  {counted(len(facts['tensors']), 'tensor')}, {facts['total_bytes']:,} bytes; layers that are alike in one "
+        "line"
     )
     lines = folded(facts["tensors"])
     width = max((len(name) for name in lines), default=0)
     for name, tensor in lines.items():
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
-        chunks = f"in {tensor['chunks']} pieces" if tensor["chunks"] > 1 else ""
+        chunks = f"in {counted(tensor['chunks'], 'piece')}" if tensor["chunks"] > 1 else ""
         print(f"  {name:<{width}}  {tensor['dtype']:>4}  {shape:<14}  {chunks}".rstrip())
 
 
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print_table(facts)
         if args.verify:
-            print(f"  verified: {len(facts['files'])} files")
+            print(f"  verified: {counted(len(facts['files']), 'file')}")
     return 0
 
 

@@ -43,6 +43,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
+from megatron.core.words import plain
 from tools.schedules import overlay, residency
 from tools.schedules.flags import (
     chunks_of,
@@ -335,7 +336,7 @@ def measured_page(
     plan, costs = planned.plan, planned.costs
     ran = plan.placement
     over = over_limit(planned, limits)
-    problem = "" if over is None else f"needs {over[1]:g} activations on rank {over[0]}"
+    problem = "" if over is None else f"needs {plain(over[1])} activations on rank {over[0]}"
     entries = [Entry(plan.schedule, planned, problem, measured, time_name="seconds", held=held)]
     for name in names:
         if name == AUTO:

@@ -11,6 +11,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from megatron.core.words import counted
+
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
 TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
 PLANNED = ("gathered", "grads", "extra")  # of these, that which a plan's operations take and give back
@@ -100,5 +102,5 @@ class MemoryTracker:
         units = sorted((key, num_bytes) for key, num_bytes in self._live.items() if key[1] and num_bytes)
         out += [f"  {category} {unit}: {num_bytes:,}" for (category, unit), num_bytes in units]
         if self.overflows:
-            out.append(f"double buffer: {self.overflows} times memory beside the slots")
+            out.append(f"double buffer: {counted(self.overflows, 'time')} memory beside the slots")
         return [f"{'category':<14}{'live bytes':>16}{'peak bytes':>16}", *out]

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.plan.residency import POLICIES
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.sharding_table import STRATEGIES
+from megatron.core.words import plain
 from tools.commands import as_called
 from tools.schedules.held_over_time import size_of
 
@@ -235,8 +236,9 @@ def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulat
         searched = sorted(name for name, row in SCHEDULES.items() if row.searched)
         fix = "" if simulation.plan.schedule in searched else f"{', '.join(searched)} keep to a limit; "
         raise PlanError(
-            f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "
-            f"{limits[rank]:g}: {fix}--schedule {AUTO} takes the fastest that does, or give {peak:g} or more"
+            f"{simulation.plan.schedule} needs {plain(peak)} activations on rank {rank}, more than --memory-limit "
+            f"{plain(limits[rank])}: {fix}--schedule {AUTO} takes the fastest that does, or give {plain(peak, 6)} or "
+            "more"
         )
     return simulation
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Times
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from megatron.core.words import plain
 from tools.schedules.held_over_time import activation_text, bars, summary
 
 _MAX_COLUMNS = 20_000  # of the bar of a rank
@@ -40,7 +41,7 @@ def to_text(simulation: Simulation, scale: float | None = None) -> str:
             if last > first:
                 cells[first:last] = label.ljust(last - first - 1, "-")[: last - first - 1] + " "
         idle, peak = simulation.idle[rank], activation_text(simulation, simulation.peak_activation[rank])
-        lines.append(f"{rank:>{name_width}} |{''.join(cells)}| idle {idle:g}, peak {peak}")
+        lines.append(f"{rank:>{name_width}} |{''.join(cells)}| idle {plain(idle, 5)}, peak {peak}")
     return "\n".join(lines) + "\n"
 
 

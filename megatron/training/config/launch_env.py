@@ -139,6 +139,11 @@ def terminal_is_dumb() -> bool:
     return os.environ.get("TERM", "") in ("", "dumb")
 
 
+def colour_is_unwanted() -> bool:
+    """Whether NO_COLOR is set, and not empty."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
 @functools.cache
 def _parent_of(pid: int) -> int:
     """Of this process, as first asked: before torch is imported, which takes seconds in which a launcher may die."""

@@ -12,6 +12,7 @@ from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 from megatron.core.safe_files import open_regular, read_json
 from megatron.core.transport.rank_grid import RankGridError
+from megatron.core.words import counted, duration, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import BatchScheduleError
 from megatron.training.config.resolve import grid_fault
@@ -62,15 +63,15 @@ def index_fault(c: RuleContext) -> str | None:
     samples = asked.train + asked.test + (0 if c.full_validation else asked.valid)
     size, making = sizes.BYTES_PER_SAMPLE * samples, sizes.MAKING_BYTES_PER_SAMPLE * samples
     if samples > sizes.MAX_SAMPLES:
-        limit = f"at most {sizes.BYTES_PER_SAMPLE * sizes.MAX_SAMPLES / 2**30:.0f} GiB are made"
+        limit = f"at most {size_text(sizes.BYTES_PER_SAMPLE * sizes.MAX_SAMPLES)} are made"
     elif not c.check_only and making > c.memory_bytes:
-        limit = f"making it takes {making / 2**30:.1f} GiB of memory, this machine has {c.memory_bytes / 2**30:.1f} GiB"
+        limit = f"making it takes {size_text(making)} of memory, this machine has {size_text(c.memory_bytes)}"
     else:
         return None
     return (
-        f"the run asks for {samples} samples, training, validation and test together: their index takes "
-        f"{size / 2**30:.1f} GiB on the disk of --data-cache-path, once a machine, and "
-        f"{sizes.S_PER_SAMPLE * samples / 60:.0f} minutes; {limit}"
+        f"the run asks for {counted(samples, 'sample')}, training, validation and test together: their index takes "
+        f"{size_text(size)} on the disk of --data-cache-path, once a machine, and "
+        f"{duration(sizes.S_PER_SAMPLE * samples)} to make; {limit}"
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from megatron.command import as_called
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
 from megatron.core.schema import Place, check, fields_of, integer, or_null
-from megatron.training.guard.console import show_bar
+from megatron.training.guard.console import complain, show_bar
 
 EXIT_FILE = "exit.json"
 MAX_BYTES = 1 << 20  # of exit.json; a reason may list many problems
@@ -261,7 +261,7 @@ def report_failure(
 def _tell(text: str) -> None:
     """Say it, if anybody hears: who read our streams may be gone, and the status has to be recorded all the same."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        complain(text)
 
 
 def second_signal(

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.transport.traffic import TrafficCounter
+from megatron.core.words import time_text
 from megatron.training.guard import hang_diagnosis
 from megatron.training.guard.hang_diagnosis import ENDED, FAILING, RUNNING, ProgressRecord
 
@@ -128,7 +129,7 @@ class Watchdog:
         if self.store_error is not None:
             return f"the store at {self._store_host} is gone ({self.store_error})"
         if self._unanswered_s > STORE_SILENT_S:
-            return f"the store at {self._store_host} has not answered for {self._unanswered_s:.0f} s"
+            return f"the store at {self._store_host} has not answered for {time_text(self._unanswered_s, 2)}"
         return None
 
     @property

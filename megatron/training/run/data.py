@@ -19,6 +19,7 @@ from megatron.core.datasets.mock_dataset import MOCK_INDEX_BYTES, MockDataset
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.guard.lease_holder import this_machine
 from megatron.training.guard.signals import StopRequested
@@ -328,7 +329,7 @@ def _verify_data(session: Session) -> None:
             seen_by.setdefault(reason, rank)
     if seen_by:
         raise DataError("; ".join(f"{reason} (seen by rank {rank})" for reason, rank in seen_by.items()))
-    session.print_rank_0(f"data: the checksums of {count} {'corpus' if count == 1 else 'corpora'} are right")
+    session.print_rank_0(f"data: the checksums of {counted(count, 'corpus')} are right")
 
 
 def first_difference(saved: Any, here: Any, name: str = "") -> str | None:

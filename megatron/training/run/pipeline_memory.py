@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits, limit_lines, reason_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.words import size_text
+from megatron.core.words import counted, size_text
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.report.session import Session
@@ -88,7 +88,7 @@ def check_validated(session: Session, spec: ScheduleSpec, engine: Engine) -> Non
             kept += ["the activations of the plan"] * spec.estimated
             message = (
                 f"rank {rank}: {', '.join(kept)} take {size_text(needed)}"
-                + (f" for the {ranks_here} ranks of its machine" if ranks_here > 1 else "")
+                + (f" for the {counted(ranks_here, 'rank')} of its machine" if ranks_here > 1 else "")
                 + f", of which {size_text(free)} are free"
             )
             fix = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools import report, show_schedule
-from tools.drawing.page import PLOT_STYLE
+from tools.drawing.page import PLOT_STYLE, ZOOM
 
 ROOT = Path(__file__).resolve().parents[3]
 TIME = "time: a rank's F takes 1"
@@ -50,7 +50,8 @@ def test_a_picture_is_in_the_one_style_and_asks_for_nothing(picture):
     assert PLOT_STYLE in root.find(".//style").text.replace("&gt;", ">")
     assert "prefers-color-scheme: dark" in text
     assert not re.findall(
-        r"https?:|@import|url\(|<script|<img", text.replace("http://www.w3.org/2000/svg", "")
+        r"https?:|@import|url\(|<script|<img",
+        text.replace(ZOOM, "").replace("http://www.w3.org/2000/svg", ""),
     )
     assert not [one for one in root.iter() if {"src", "href"} & set(one.attrib)]
 

@@ -99,7 +99,7 @@ def test_an_unknown_vocabulary_is_said(capsys, tmp_path):
     words += ["GPT2BPETokenizer", "--merge-file", "m", "--vocab-file"]
     status, report = check_json(capsys, *words, "v.json")
     assert status == 0
-    assert "vocab size unknown" in report["parameters"]["why"]
+    assert "the tokenizer's files are not here" in report["parameters"]["why"]
     vocabulary = tmp_path / "v.json"
     vocabulary.write_text(json.dumps({str(i): i for i in range(300)}))
     _, report = check_json(capsys, *words, str(vocabulary))

@@ -79,7 +79,7 @@ def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[st
             for stage, spec in enumerate(specs)
         ]
     count = counts.pop()
-    each = f"{count} layer" if count == 1 else f"{count} layers"
+    each = counted(count, "layer")
     if len(specs) == 1:
         return [f" > stages: 1 of {each}"]
     chunks = f", {placement.num_chunks} on each of {placement.num_ranks} pipeline ranks"

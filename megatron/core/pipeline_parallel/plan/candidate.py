@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_f
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.words import size_text
+from megatron.core.words import plain, share_text, size_text
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Judged:
         """Its time, what is exposed of it, what its fullest rank holds."""
         found, rank = self.simulation, max(range(len(self.peaks)), key=self.peaks.__getitem__)
         exposed = (
-            f", exposed {100 * max(found.exposed) / found.cost:.1f}%" if found.exposed and found.cost else ""
+            f", exposed {share_text(max(found.exposed) / found.cost)}" if found.exposed and found.cost else ""
         )
         return (
-            f"{self.spec.describe_time(found.cost)}, bubble {100 * found.bubble_rate:.1f}%{exposed}, "
+            f"{self.spec.describe_time(found.cost)}, bubble {share_text(found.bubble_rate)}{exposed}, "
             f"{size_text(self.peaks[rank])} (rank {rank})"
         )
 
@@ -51,7 +51,7 @@ class NoFasterError(PlanError):
     """Another candidate is known to be as fast as this one at its best: `bound`."""
 
     def __init__(self, bound: float) -> None:
-        super().__init__(f"takes at least {bound:g}")
+        super().__init__(f"takes at least {plain(bound)}")
         self.bound = bound
 
 

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.words import counted, size_text
+from megatron.core.words import counted, share_text, size_text, time_text
 
 _NS_PER_S = 1e9
 
@@ -85,10 +85,10 @@ class StepMoves:
         counts = ((self.gathers, "gather"), (self.reductions, "reduction"), *(one for one in outer if one[0]))
         words = [*(counted(*one) for one in counts), size_text(self.payload_bytes)]
         if self.lane_share is not None:
-            words.append(f"lane busy {100 * self.lane_share:.2f}%")
+            words.append(f"lane busy {share_text(self.lane_share, 2)}")
         if self.exposed_share is not None:
-            seconds = "" if self.exposed_s is None else f" ({self.exposed_s:.4f} s)"
-            words.append(f"exposed {100 * self.exposed_share:.2f}%{seconds}")
+            seconds = "" if self.exposed_s is None else f" ({time_text(self.exposed_s)})"
+            words.append(f"exposed {share_text(self.exposed_share, 2)}{seconds}")
         return ", ".join(words)
 
 
@@ -188,8 +188,8 @@ def at_once_lines(spec: ScheduleSpec, num_microbatches: int, purpose: PlanPurpos
         return []
     peaks = peak_bytes(spec, plan_for(spec, num_microbatches, purpose))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
-    limit = f"{spec.residency.limit[rank]:,.0f} of --rank-memory-limit"
-    return [f" > at once pipeline rank {rank} holds at most {peaks[rank]:,.0f} bytes, {limit}"]
+    held, limit = map(size_text, (peaks[rank], spec.residency.limit[rank]))
+    return [f" > at once pipeline rank {rank} holds at most {held} of the {limit} of --rank-memory-limit"]
 
 
 @functools.lru_cache(maxsize=4)

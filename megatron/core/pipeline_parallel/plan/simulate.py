@@ -24,6 +24,12 @@ Merit = tuple[float, float, float]
 TOLERANCE = 1e-9
 
 
+def _left(whole: float, part: float) -> float:
+    """whole - part, 0 where that is what is left of rounding sums of times."""
+    left = whole - part
+    return left if left > 1e-12 * whole else 0.0
+
+
 @dataclass(frozen=True)
 class Simulation:
     """One step on the clock, planned or measured; times and activations in the cost model's units.
@@ -68,8 +74,8 @@ class Simulation:
 
     @property
     def bubble_time(self) -> float:
-        """cost - work."""
-        return self.cost - self.work
+        """cost - work, 0 where that is what rounding sums of times leaves."""
+        return _left(self.cost, self.work)
 
     @property
     def bubble_rate(self) -> float:
@@ -79,7 +85,7 @@ class Simulation:
     @property
     def idle(self) -> tuple[float, ...]:
         """By rank: makespan less its computations."""
-        return tuple(self.makespan - one for one in self.busy)
+        return tuple(_left(self.makespan, one) for one in self.busy)
 
     @functools.cached_property
     def exposed(self) -> tuple[float, ...]:

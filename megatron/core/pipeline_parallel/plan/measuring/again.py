@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.words import size_text
+from megatron.core.words import between, plain, share_text, size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Bubbles:
     def lines(self) -> list[str]:
         """After the iteration line of a pipeline with more than one rank."""
         return [
-            f" pipeline bubble of iteration {self.iteration}: planned {100 * self.planned:.2f}%, "
-            f"measured {100 * self.measured:.2f}%"
+            f" pipeline bubble of iteration {self.iteration}: planned {share_text(self.planned, 2)}, "
+            f"measured {share_text(self.measured, 2)}"
         ]
 
     def scalars(self) -> dict[str, float]:
@@ -92,25 +92,26 @@ class MeasuredPlan:
             f" > pipeline {'solved again' if self.solved else 'measured'} after iteration {self.iteration} "
             f"(iterations {self.first_iteration}-{self.iteration}): "
             f"{', '.join(f'{name} {_range(values)}' for name, values in times)} ms a stage, a transfer "
-            f"{self.comm_ms:.3f} ms; planned bubble {100 * self.planned_bubble_before:.2f}%"
+            f"{plain(self.comm_ms)} ms; planned bubble {share_text(self.planned_bubble_before, 2)}"
         )
         if self.kept is not None:
             return f"{text}; {self.schedule} {self.hash[:12]} stays: {self.kept}"
         where = f", saved as {self.path}" if self.path is not None else ", not saved: that takes --save"
-        return f"{text} -> {100 * self.planned_bubble:.2f}%, {self.schedule} {self.hash[:12]}{where}"
+        return f"{text} -> {share_text(self.planned_bubble, 2)}, {self.schedule} {self.hash[:12]}{where}"
 
     def in_short(self) -> str:
         """The same for a person."""
         steps = f"{self.first_iteration}-{self.iteration}"
-        found = f" > pipeline: bubble {self.planned_bubble_before:.1%} by costs measured in steps {steps}"
+        found = (
+            f" > pipeline: bubble {share_text(self.planned_bubble_before)} by costs measured in steps {steps}"
+        )
         return f"{found}; " + (
-            "plan stays" if self.kept is not None else f"new plan: {self.planned_bubble:.1%}"
+            "plan stays" if self.kept is not None else f"new plan: {share_text(self.planned_bubble)}"
         )
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
-    return low if low == high else f"{low}-{high}"
+    return between([*map(plain, (min(values), max(values)))])
 
 
 _NS_PER_MS = 1e6
@@ -237,7 +238,7 @@ def solve_again(
     if better or (over_limit(before, again.limits) and not over_limit(after, again.limits)):
         return again, None, again.reasons
     share = after.cost / before.cost - 1 if before.cost else 0.0
-    longer = f"{100 * share:.2f}% more" if share > TOLERANCE else "as long"
+    longer = f"{share_text(share, 2)} more" if share > TOLERANCE else "as long"
     return spec, f"a new one would take {longer}", again.reasons
 
 
