@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 # Control characters, which move cursors and colour screens; separators, at which a line ends; what turns the direction
@@ -120,11 +119,6 @@ def share_text(share: float | None, places: int = 1) -> str:
     if abs(share) >= 1e4:
         return f"{plain(min(max(100 * share, -1e99), 1e99))}%"
     return f"{round(100 * share, places) + 0.0:,.{places}f}%"  # never -0
-
-
-def between(ascending: Sequence[str]) -> str:
-    """`3 to 5` of the figures from least to most, `3` where they are the same."""
-    return ascending[0] if ascending[0] == ascending[-1] else f"{ascending[0]} to {ascending[-1]}"
 
 
 def duration(seconds: float | None) -> str:
