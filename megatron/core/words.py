@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 # Control characters, which move cursors and colour screens; separators, at which a line ends; what turns the direction
@@ -121,6 +122,11 @@ def share_text(share: float | None, places: int = 1) -> str:
     return f"{round(100 * share, places) + 0.0:,.{places}f}%"  # never -0
 
 
+def between(ascending: Sequence[str]) -> str:
+    """`3 to 5` of the figures from least to most, `3` where they are the same."""
+    return ascending[0] if ascending[0] == ascending[-1] else f"{ascending[0]} to {ascending[-1]}"
+
+
 def duration(seconds: float | None) -> str:
     """`0:01:10`, `1 day 02:00:00`."""
     if seconds is None or not math.isfinite(seconds):
@@ -146,7 +152,7 @@ def brief_duration(seconds: float) -> str:
 def age(seconds: float) -> str:
     """`12 s ago`, `3 min ago`, `2.5 h ago`."""
     if seconds < 100:
-        return f"{seconds:.0f} s ago"
+        return f"{seconds:.1f} s ago" if seconds < 10 else f"{seconds:.0f} s ago"
     return f"{seconds / 60:.0f} min ago" if seconds < 6000 else f"{plain(seconds / 3600, 2)} h ago"
 
 

@@ -22,7 +22,9 @@ def test_a_run_keeps_to_its_limit(tmp_path_factory):
     assert chosen, limited.output
     assert limited.plan["sharding"] == chosen[2]
     at_once = re.search(
-        r"^ > at once pipeline rank \d holds at most ([\d.]+) KiB of the 976.6 KiB", limited.output, re.MULTILINE
+        r"^ > at once pipeline rank \d holds at most ([\d.]+) KiB of the 976.6 KiB",
+        limited.output,
+        re.MULTILINE,
     )
     assert at_once, limited.output
     assert float(at_once[1]) * 1024 <= limit

@@ -110,6 +110,8 @@ def test_durations_are_short(seconds):
         (words.time_text(0.027761, 5), "27.761 ms"),
         (words.time_text(7200), "2:00:00"),
         (words.brief(64_434_356_224), "64.43G"),
+        (words.between(["3", "3"]), "3"),
+        (words.between(["3", "5"]), "3 to 5"),
     ],
 )
 def test_examples(said, expected):

@@ -294,7 +294,7 @@ def _chosen_again(
         plan_for(best.spec, sizes[1], PlanPurpose.TRAIN)
     except PlanError as error:
         raise RankLimitError(
-            f"--rank-memory-limit {over.limit:.0f}: pipeline rank {over.rank} holds {size_text(over.measured)} by "
+            f"--rank-memory-limit {int(over.limit)}: pipeline rank {over.rank} holds {size_text(over.measured)} by "
             f"measured activations, and was planned to hold {size_text(over.planned)} by estimated ones. Nothing else "
             f"on these stages keeps to the limit: {error}. Give --rank-memory-limit {math.ceil(over.measured)} or "
             "more, smaller microbatches, or each rank fewer layers"
