@@ -16,15 +16,21 @@ from typing import Any
 
 from megatron.core import schema
 from megatron.core.config_base import IDS, arg_info, bounds_of, flag_names, value_type
-from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
+from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import Place, check, integer, number, one_of, or_null
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
+from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.config.values import convert_loaded
 
 CHECKPOINT = "checkpoint"  # the origin of a value that a checkpoint gave
+NOT_HERE = "the model's shape is the checkpoint's, which is not on this machine"
+SAME_MODEL = (  # what to do where weights are of another model
+    "give the same flags, or --use-checkpoint-args to take them from the checkpoint; to begin a new run of this model "
+    "with its weights, --finetune"
+)
 
 _MARKS = {name: info for name, (_, field) in FIELDS.items() if (info := arg_info(field)) is not None}
 # What a load compares, and what --use-checkpoint-args takes.
@@ -125,6 +131,11 @@ def is_elsewhere(load: str | None) -> bool:
     return load is not None and not os.path.exists(load)
 
 
+def shape_elsewhere(checkpoint: CheckpointConfig) -> bool:
+    """Whether the model's shape and tokenizer are those of a checkpoint that is not on this machine."""
+    return checkpoint.use_checkpoint_args and is_elsewhere(checkpoint.load)
+
+
 def may_be_overruled(flags: Sequence[str], given: Collection[str]) -> bool:
     """Whether what is wrong with these flags may be right once --use-checkpoint-args has taken the checkpoint's values.
     given: settings with a value here."""
@@ -148,6 +159,12 @@ def weight_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> lis
         if _decides(name, saved) and _decides(name, here)
         if (before := _plain(name, saved)) != (now := _plain(name, here))
     ]
+
+
+def other_model(found: Found, here: Mapping[str, Any]) -> str:
+    """`weight_differences` of a checkpoint in one text, empty where there are none. Raises CheckpointError."""
+    saved = config_of(found, check_config) if "config" in found.manifest.common else {}
+    return "; ".join(weight_differences(saved, here))
 
 
 def _decides(name: str, config: Mapping[str, Any]) -> bool:
