@@ -12,11 +12,18 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.core import schema
 from megatron.core.config_base import IDS, arg_info, bounds_of, flag_names, value_type
-from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config, config_of
+from megatron.core.dist_checkpointing.catalog import (
+    Found,
+    check_loadable,
+    checkpoint_config,
+    choose,
+    config_of,
+)
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import Place, check, integer, number, one_of, or_null
 from megatron.training.config.config import FIELDS, Config
@@ -224,3 +231,36 @@ def check_holds_tokenizer(config: Config, vocab_size: int) -> None:
         flags, fix = "--load --tokenizer-type", "use the tokenizer of that run"
     message = f"{told} is smaller than the tokenizer's vocabulary of {vocab_size}"
     raise ConfigurationError([Problem("padded-vocab-size", tuple(flags.split()), message, fix)])
+
+
+def to_load(values: Mapping[str, Any]) -> tuple[Found | None, list[Problem]]:
+    """Under --check-config: what a launch would load, and why it would end with status 3. It reads the checkpoint's
+    manifest, no tensors."""
+    names = {"load", "finetune", "ckpt_step", "exit_on_missing_checkpoint"}
+    checkpoint = CheckpointConfig(**{name: values[name] for name in names & values.keys()})
+    if checkpoint.load is None:
+        return None, []
+    try:
+        check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
+        found = choose(Path(checkpoint.load), checkpoint.ckpt_step).found
+        if found is not None and values.get("use_checkpoint_args"):
+            config_of(found, check_config)
+    except CheckpointError as error:
+        return None, [_unloadable(error)]
+    return found, []
+
+
+def model_problems(found: Found, config: Config) -> list[Problem]:
+    """The same of a checkpoint whose weights are of another model. Of values that are missing rules tell."""
+    here = {name: value for name, value in config.flat().items() if value is not None}
+    try:
+        differing = other_model(found, here)
+    except CheckpointError as error:
+        return [_unloadable(error)]
+    told = f"--load: {found.directory}: saved from another model: {differing}"
+    return [Problem("load", ("--load",), told, SAME_MODEL)] if differing else []
+
+
+def _unloadable(error: CheckpointError) -> Problem:
+    fix = "name a folder that --save has filled, or an empty one and no flag that needs a checkpoint"
+    return Problem("load", ("--load",), f"--load: {error}", fix)
