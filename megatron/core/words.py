@@ -152,7 +152,7 @@ def brief_duration(seconds: float) -> str:
 def age(seconds: float) -> str:
     """`12 s ago`, `3 min ago`, `2.5 h ago`."""
     if seconds < 100:
-        return f"{seconds:.1f} s ago" if seconds < 10 else f"{seconds:.0f} s ago"
+        return f"{seconds:.0f} s ago"
     return f"{seconds / 60:.0f} min ago" if seconds < 6000 else f"{plain(seconds / 3600, 2)} h ago"
 
 
