@@ -15,7 +15,6 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-
 RUNNING, FAILING, ENDED = "running", "failing", "ended"
 
 
