@@ -99,7 +99,7 @@ def launch_config(
             raise ConfigurationError([Problem("launcher", (), why, fix)])
         line = read_command_line(words, extra_args_provider, args_defaults)
         if not line.values.get("check_config"):
-            end_at_once(functools.partial(_last_words, env, line.values.get("save")))
+            end_at_once(functools.partial(last_words, env, line.values.get("save")))
         config, problems = _resolved(line, env, needs_data=needs_data)
         problems += more_rules(config)
         check_only = config.training.check_config
@@ -207,8 +207,9 @@ def _record_refusal(
     leave_exit_json(save if writes else None, record, env.record_of_attempt)
 
 
-def _last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
-    """Of a process that a signal stops before the run's own handlers are there: while torch is imported."""
+def last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
+    """Of a process that a signal stops before the run's own handlers are there, while torch is imported: a line, and
+    exit.json. Its exit status."""
     status = stopped_status(save)
     if env.local_rank == 0:
         with contextlib.suppress(OSError):
