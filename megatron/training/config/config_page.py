@@ -99,7 +99,7 @@ def _memory(report: Report, facts: Facts) -> str:
     peaks = model and spec and activation_bytes(spec, number, model.of_stages(spec.stages))
     if not peaks:
         size, more = max(at_rest), _more_than_here(max(at_rest), config)
-        return f"{size_text(size, digits=3)} a rank: {told}; activations are not estimated{more}"
+        return f"{size_text(size, digits=3)} a rank{more}: {told}; activations are not estimated"
     most = max((rests + peak, rests, peak) for rests, peak in zip(at_rest, peaks, strict=True))
     total, rests, peak = (size_text(size, digits=3) for size in most)
     gathered = "gathered weights, " if place.ways(row.weights) > 1 else ""
