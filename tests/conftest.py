@@ -3,9 +3,11 @@
 import gc
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,3 +23,12 @@ def pytest_collection_finish():
     """Thousands of collected tests stay until the end: no collection of garbage has to walk them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def signals_are_as_before():
+    """A launch's flags read in this process leave handlers that end it, and what is forked later would inherit them."""
+    yield
+    signals = importlib.import_module("megatron.training.guard.signals")
+    while signals._before:
+        signal.signal(*signals._before.popitem())

@@ -53,7 +53,7 @@ def test_a_run_whose_loggers_fail_and_hang_ends_well(tmp_path):
     said = [line for line in run.output.splitlines() if " is switched off: " in line]
     assert [line.split()[1] for line in said] == ["TensorBoard", "mlflow", "wandb"]
     assert "the filesystem tracking backend is in maintenance mode; the run goes on" in said[1]
-    assert "no answer within 0.5 s" in said[2]
+    assert "no answer within 500 ms" in said[2]
     assert "Traceback" not in run.output
     assert launch.exit_record(tmp_path)["status"] == 0
 
@@ -78,7 +78,7 @@ def fails():
 
 WAYS = {
     leaves: "SystemExit: 3",
-    hangs: "no answer within 0.2 s",
+    hangs: "no answer within 200 ms",
     fails: "ConnectionError: no route",
 }
 

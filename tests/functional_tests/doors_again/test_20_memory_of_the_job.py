@@ -44,7 +44,7 @@ def limit_of(words, **env):
 def test_auto_is_the_jobs_memory_over_the_ranks_of_a_host():
     limit, notes = limit_of("")
     assert limit == JOB
-    assert any("1.21 GiB: of the 1.21 GiB" in note and "for 1 rank here" in note for note in notes)
+    assert any("1.211 GiB: of the 1.211 GiB" in note and "for 1 rank here" in note for note in notes)
     assert limit_of("", world_size=4, local_world_size=2)[0] == JOB // 2
     limit, notes = limit_of("--check-config --world-size 4")
     assert limit == JOB // 4

@@ -19,7 +19,7 @@ FLAGS = [
     *launch.TINY,
     *"--num-layers 4 --padded-vocab-size 128 --train-iters 3 --log-interval 1 --save ck --save-interval 9".split(),
 ]
-SIZE = r"([\d.]+ (?:bytes|kB|MB|GB))"
+SIZE = r"([\d.,]+ (?:bytes|KiB|MiB|GiB))"
 HELD = rf"{SIZE} \(at rest {SIZE}, gathered {SIZE}, gradients {SIZE}"
 START = re.compile(rf"^ > residency: .* holds the most at once: {HELD}, activations {SIZE}\)$", re.M)
 STATES = re.compile(
@@ -109,7 +109,7 @@ def test_a_fixed_order_says_its_activations_and_kinds_add_up(tmp_path):
         r"^ activations of iteration 3, pipeline rank (\d): at most: planned (.*?);", output, re.M
     )
     assert most[2] == size_text(peak_activation(int(most[1]), rows[int(most[1])], costs))
-    assert "MiB" not in "".join(re.findall(r"^ > (?:residency|a step moves).*$", output, re.M))
+    assert "MB" not in "".join(re.findall(r"^ > (?:residency|a step moves).*$", output, re.M))
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
