@@ -1,0 +1,401 @@
+"""Settings of a Hugging Face config.json as settings of ours, both ways (floor 0, pure).
+
+A kind of field is a class: `read` turns what config.json says into fields of `TransformerConfig`, `write` the other
+way. A setting that our model cannot have is refused by its name in config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megatron.core.transformer.model_config import TransformerConfig
+
+Json = Mapping[str, Any]
+_MISSING = object()
+
+
+class FieldError(ValueError):
+    """A field of config.json that is missing, of another kind, or asks for what the model lacks."""
+
+
+class Field(Protocol):
+    """A setting. theirs: the keys of config.json that it reads and writes."""
+
+    @property
+    def theirs(self) -> tuple[str, ...]: ...
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Our fields. given: those that the user has given by flags, which count instead. Raises FieldError."""
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        """Their fields. Raises FieldError where config.json cannot say it."""
+
+
+def integer(json: Json, key: str, default: Any = _MISSING) -> int:
+    """An integer of at least 1; 500000.0 is one. Raises FieldError."""
+    value = json.get(key, default)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise FieldError(f"{key}: expected an integer of at least 1, found {_shown(value)}")
+    return value
+
+
+def number(json: Json, key: str, default: Any = _MISSING) -> float:
+    """A finite number of at least 0. Raises FieldError."""
+    value = json.get(key, default)
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    if not right or not math.isfinite(value) or value < 0:
+        raise FieldError(f"{key}: expected a finite number of at least 0, found {_shown(value)}")
+    return float(value)
+
+
+def truth(json: Json, key: str, default: Any = _MISSING) -> bool:
+    """Raises FieldError for what is neither true nor false."""
+    value = json.get(key, default)
+    if not isinstance(value, bool):
+        raise FieldError(f"{key}: expected true or false, found {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _MISSING else f"{value!r:.80}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """An integer that has another name there. default: where config.json leaves it out, or says null."""
+
+    key: str
+    ours: str
+    default: int | None = None
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        if json.get(self.key) is None and self.default is not None:
+            return {self.ours: self.default}
+        return {self.ours: integer(json, self.key)}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {self.key: getattr(config, self.ours)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number that has another name there."""
+
+    key: str
+    ours: str
+    default: float
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.ours: number(json, self.key, self.default)}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {self.key: getattr(config, self.ours)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Rows of the word embeddings without padding."""
+
+    theirs = ("vocab_size",)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        integer(json, "vocab_size")
+        return {}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {"vocab_size": vocab_size}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """The MLP's width. factor: of the hidden size, where config.json says null."""
+
+    key: str
+    factor: int | None = None
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        if json.get(self.key) is None and self.factor is not None:
+            return {"ffn_hidden_size": self.factor * integer(json, "n_embd")}
+        return {"ffn_hidden_size": integer(json, self.key)}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {self.key: config.ffn_hidden_size}
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyValueHeads:
+    """Absent or null: as many as query heads."""
+
+    theirs = ("num_key_value_heads",)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        heads = integer(json, "num_attention_heads")
+        groups = heads if json.get("num_key_value_heads") is None else integer(json, "num_key_value_heads")
+        if heads % groups:
+            raise FieldError(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+        return {"group_query_attention": groups != heads, "num_query_groups": groups}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {"num_key_value_heads": config.num_query_groups}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDim:
+    """default: where config.json leaves it out; None: hidden size / heads. fixed: config.json has no such field."""
+
+    default: int | None = None
+    fixed: bool = False
+    theirs = ("head_dim",)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        split = integer(json, "hidden_size") // integer(json, "num_attention_heads")
+        stated = json.get("head_dim") is not None
+        channels = integer(json, "head_dim") if stated else self.default or split
+        if self.fixed and channels != split:
+            raise FieldError(f"head_dim {channels}: this architecture has hidden_size / heads, {split}")
+        return {"kv_channels": channels}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        split = config.hidden_size // config.num_attention_heads
+        if self.fixed and config.kv_channels != split:
+            raise FieldError(f"--kv-channels {config.kv_channels}: this architecture has h / heads, {split}")
+        return {"head_dim": config.kv_channels}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tied:
+    """Whether the output layer is the word embeddings' matrix. default: of files that leave it out."""
+
+    default: bool
+    theirs = ("tie_word_embeddings",)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"untie_embeddings_and_output_weights": not truth(json, "tie_word_embeddings", self.default)}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {"tie_word_embeddings": not config.untie_embeddings_and_output_weights}
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """A setting of which the model can have these values alone. values: the first is written, and what is meant where
+    config.json leaves it out. why: what the others would need."""
+
+    key: str
+    values: tuple[Any, ...]
+    why: str
+    written: bool = True
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        value = json.get(self.key, self.values[0])
+        if not any(type(value) is type(one) and value == one for one in self.values):
+            raise FieldError(f"{self.key} {_shown(value)}: {self.why}")
+        return {}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {self.key: self.values[0]} if self.written else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """keys: fields of one meaning here, which have to agree unless `--hidden-dropout` is given."""
+
+    keys: tuple[str, ...]
+    default: float = 0.0
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        return self.keys
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        values = {key: number(json, key, self.default) for key in self.keys}
+        if len(set(values.values())) > 1 and "hidden_dropout" not in given:
+            told = ", ".join(f"{key} {value}" for key, value in values.items())
+            raise FieldError(f"{told}: one value here, --hidden-dropout: give it")
+        return {"hidden_dropout": values[self.keys[0]]}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return dict.fromkeys(self.keys, config.hidden_dropout)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDropout:
+    """An architecture without dropout on residual branches: written models get none, whatever they trained with."""
+
+    theirs = ()
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"hidden_dropout": 0.0}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBias:
+    """`attention_bias` of Llama: of queries, keys, values and the output projection."""
+
+    theirs = ("attention_bias",)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        has = truth(json, "attention_bias", False)
+        return {"add_qkv_bias": has, "add_attention_output_bias": has}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        if config.add_qkv_bias != config.add_attention_output_bias:
+            raise FieldError(
+                "attention_bias: --add-qkv-bias needs --add-attention-output-bias in this architecture"
+            )
+        return {"attention_bias": config.add_qkv_bias}
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Positions that attend beyond a window are refused; `--max-position-embeddings` may end before it. enabled_by: a
+    field without which the window does not count."""
+
+    enabled_by: str | None = None
+    theirs = ("sliding_window",)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        off = self.enabled_by is not None and not truth(json, self.enabled_by, False)
+        if off or json.get("sliding_window") is None:
+            return {}
+        window = integer(json, "sliding_window")
+        positions = given.get("max_position_embeddings") or integer(json, "max_position_embeddings")
+        if positions > window:
+            raise FieldError(
+                f"sliding_window {window} of {positions} positions: windows are planned, see docs/roadmap.md, "
+                f"'attention windows'; within the window the model is the same: --max-position-embeddings {window}"
+            )
+        return {}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {"sliding_window": None}
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The rotation, in `rope_parameters` (transformers from 5 on) and in `rope_theta`, `rope_scaling` (before)."""
+
+    theirs = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        stated = self._stated(json)
+        kind = stated.get("rope_type", stated.get("type", "default"))
+        ours = {
+            "rotary_base": integer(stated, "rope_theta", 10000),
+            "rotary_percent": number(stated, "partial_rotary_factor", 1.0),
+            "use_rope_scaling": kind == "llama3",
+        }
+        if kind == "linear":
+            ours["rotary_seq_len_interpolation_factor"] = integer(stated, "factor")
+        elif kind == "llama3":
+            ours["rope_scaling_factor"] = number(stated, "factor")
+            for key, value in _LLAMA3.items():
+                if number(stated, key) != value:
+                    raise FieldError(
+                        f"{key} {_shown(stated.get(key))}: --use-rope-scaling has {value}, and no flag"
+                    )
+        elif kind != "default":
+            raise FieldError(f"rope_type {_shown(kind)}: this model has default, linear and llama3")
+        return ours
+
+    def _stated(self, json: Json) -> dict[str, Any]:
+        """Both spellings together; they must not differ."""
+        older = {key: json[key] for key in ("rope_theta", "partial_rotary_factor") if key in json}
+        both = (older | self._table(json, "rope_scaling"), self._table(json, "rope_parameters"))
+        for key in both[0].keys() & both[1].keys():
+            if both[0][key] != both[1][key]:
+                raise FieldError(
+                    f"{key}: {both[1][key]!r} in rope_parameters, {both[0][key]!r} in the older field"
+                )
+        return both[0] | both[1]
+
+    def _table(self, json: Json, key: str) -> dict[str, Any]:
+        table = json.get(key) or {}
+        if not isinstance(table, Mapping):
+            raise FieldError(f"{key}: expected an object, found {_shown(table)}")
+        return dict(table)
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        if config.position_embedding_type != "rope" or config.rotary_interleaved:
+            raise FieldError(
+                "rope_parameters: needs --position-embedding-type rope without --rotary-interleaved"
+            )
+        theta, interpolation = float(config.rotary_base), config.rotary_seq_len_interpolation_factor
+        scaling: dict[str, Any] | None = None
+        if config.use_rope_scaling and interpolation is not None:
+            raise FieldError(
+                "rope_parameters: one of --use-rope-scaling and --rotary-seq-len-interpolation-factor"
+            )
+        if config.use_rope_scaling:
+            scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **_LLAMA3}
+        elif interpolation is not None:
+            scaling = {"rope_type": "linear", "factor": float(interpolation)}
+        today = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        older: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+        if config.rotary_percent != 1.0:
+            today["partial_rotary_factor"] = older["partial_rotary_factor"] = config.rotary_percent
+        return {"rope_parameters": today, **older}
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention:
+    """`layer_types` and `max_window_layers`: which layers have a window, where windows count at all."""
+
+    theirs = ("use_sliding_window", "max_window_layers", "layer_types")
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = set(json.get("layer_types") or ()) - {"full_attention"}
+        if kinds and not truth(json, "use_sliding_window", False):
+            raise FieldError(
+                f"layer_types: {', '.join(sorted(map(str, kinds)))}: only full_attention is built"
+            )
+        return {}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {"use_sliding_window": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Original:
+    """`original_max_position_embeddings` of Phi-3: positions beyond it need long rope factors."""
+
+    theirs = ("original_max_position_embeddings",)
+
+    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+        positions = integer(json, "max_position_embeddings")
+        original = integer(json, "original_max_position_embeddings", positions)
+        if original != positions:
+            raise FieldError(
+                f"original_max_position_embeddings {original} of {positions}: long rope is not built"
+            )
+        return {}
+
+    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
+        return {"original_max_position_embeddings": config.max_position_embeddings}
