@@ -176,7 +176,7 @@ class HeadDim:
         split = config.hidden_size // config.num_attention_heads
         if self.fixed and config.kv_channels != split:
             raise FieldError(f"--kv-channels {config.kv_channels}: this architecture has h / heads, {split}")
-        return {"head_dim": config.kv_channels}
+        return {} if self.fixed else {"head_dim": config.kv_channels}
 
 
 @dataclasses.dataclass(frozen=True)

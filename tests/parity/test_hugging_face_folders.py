@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from tests.harness.hugging_face import POSITIONS, TOYS, VOCAB, our_model, saved_toy, toy_model
 
 

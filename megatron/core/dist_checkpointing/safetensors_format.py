@@ -37,10 +37,12 @@ class StoredTensor(NamedTuple):
         return -ITEM_BYTES[self.dtype], self.key
 
 
-def build_header(entries: Sequence[StoredTensor]) -> tuple[bytes, list[int]]:
+def build_header(
+    entries: Sequence[StoredTensor], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[int]]:
     """The bytes before the data; and where in the file each tensor begins, and the last one ends. Entries in the order
-    of the file."""
-    table: dict[str, Any] = {}
+    of the file. metadata: texts of others' readers."""
+    table: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     places = [0]
     for key, dtype, shape in entries:
         assert key not in table, f"two tensors named {key!r} in one file"

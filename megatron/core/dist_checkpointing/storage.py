@@ -54,7 +54,7 @@ def lay_out(pieces: Iterable[PieceFacts]) -> ShardFile:
     return ShardFile(header, tuple(ordered), tuple(places[:-1]), places[-1] if ordered else 0)
 
 
-def _memory(flat: Tensor) -> memoryview:
+def memory_of(flat: Tensor) -> memoryview:
     """The bytes of a 1-D host tensor, shared with it."""
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
@@ -69,7 +69,7 @@ def write_shard(path: Path, layout: ShardFile, resolve: Callable[[PieceFacts], T
         yield layout.header
         for piece in layout.pieces:
             flat = resolve(piece).detach().contiguous().cpu().reshape(-1)  # sync: to be written
-            yield _memory(flat) if flat.numel() else b""
+            yield memory_of(flat) if flat.numel() else b""
 
     num_bytes, digest = write_file(path, parts())
     assert num_bytes == layout.num_bytes, f"{path}: {num_bytes} bytes, planned {layout.num_bytes}"
@@ -200,5 +200,5 @@ class ChunkReader:
         if part.numel():
             row_bytes = math.prod(chunk.stored[1:]) * dtype.itemsize
             begin = chunk.begin + (first[0] * row_bytes if first else 0)
-            read_into(self._fd, self._path, begin, _memory(part.view(-1)))
+            read_into(self._fd, self._path, begin, memory_of(part.view(-1)))
         return part

@@ -1,0 +1,278 @@
+"""A Hugging Face folder as a checkpoint of ours, and the other way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron import __version__
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.catalog import CheckpointKind, Found, config_of, directory_name
+from megatron.core.dist_checkpointing.files import CheckpointError, write_file
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST_NAME,
+    ChunkEntry,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    canonical,
+    config_digest,
+)
+from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts
+from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.rectangles import Dims
+from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
+from megatron.core.transport.rank_grid import AXES
+from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
+from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
+from megatron.interchange.known import ARCHITECTURES, architecture, expressing
+from megatron.interchange.moves import Move
+from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
+from megatron.training.config.config import Config
+from megatron.training.config.resolve import Machine, resolve
+from megatron.training.config.saved_config import check_config
+from tools.conversion.source_reader import SourceReader
+from tools.conversion.stream import Say, in_files, planned_file, write_files
+
+BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
+PREFIX, MAIN = "model.", "optimizer.main_weight."
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_FLAGS = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
+_MAX_COPIED_BYTES = 256 << 20
+
+
+def import_folder(
+    folder: Path, save: Path, *, given: Mapping[str, Any], dtype: str | None, max_shard_bytes: int, say: Say
+) -> Path:
+    """Write iteration 0 of the folder's model into `save`; its directory. given: our fields that flags give.
+
+    dtype: a key of DTYPES; as stored if not given. Raises CheckpointError; a killed call goes on where it was.
+    """
+    opened = open_folder(folder, given)
+    source = HFSource(opened, opened.model.vocab_size)
+    target = save / directory_name(0)
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target}: there already: give --save another folder")
+    stored = {name: DTYPES[dtype] if dtype else entry.dtype for name, entry in source.tensors.items()}
+    facts = {
+        f"{name}[{_box_text(entry.shape)}]": PieceFacts(
+            name, stored[name], entry.shape, (0,) * len(entry.shape), entry.shape
+        )
+        for name, entry in source.tensors.items()
+    }
+    by_file = in_files([one.stored for one in facts.values()], max_shard_bytes)
+    files = [
+        planned_file(f"shard_{number:05d}.safetensors", sorted(tensors, key=lambda one: one.rank))
+        for number, tensors in enumerate(by_file)
+    ]
+    tag = _fingerprint(
+        opened.json, {key: tuple(vars(one).values()) for key, one in opened.arrays.items()}, dtype
+    )
+    temporary = save / directory_name(0, CheckpointKind.TEMPORARY, tag)
+    with SourceReader(source) as reader:
+
+        def value(one: StoredTensor) -> Tensor:
+            return reader.read(facts[one.key].name).to(TORCH_DTYPES[one.dtype])
+
+        entries = write_files(temporary, files, value, say)
+    for file in source.files:
+        source.verify_file(file)
+    flags = tokenizer_flags(folder, opened.model.vocab_size)
+    if _copy_tokenizer(folder, save / BESIDE):
+        flags = tokenizer_flags(save / BESIDE, opened.model.vocab_size)
+    config = _config(opened.model.flags | flags, opened.model.vocab_size, set(stored.values()))
+    manifest = _manifest(config, facts, files, entries)
+    write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
+    for note in commit.commit(temporary, save, 0, may_replace=False):
+        say(note)
+    return target
+
+
+def _box_text(shape: Dims) -> str:
+    return ",".join(f"0:{size}" for size in shape)
+
+
+def _fingerprint(*facts: Any) -> str:
+    return hashlib.sha256(canonical([__version__, *facts])).hexdigest()[:16]
+
+
+def _config(flags: Mapping[str, Any], vocab_size: int, dtypes: set[str]) -> Config:
+    """The configuration of a run of that model."""
+    floats = dtypes if len(dtypes) == 1 else set()
+    values = {"seq_length": flags["max_position_embeddings"], **flags, **_FLAGS.get("".join(floats), {})}
+    values |= {"padded_vocab_size": vocab_size, "make_vocab_size_divisible_by": 1, "micro_batch_size": 1}
+    return resolve(values, dict.fromkeys(values, "checkpoint"), Machine())
+
+
+def _manifest(
+    config: Config, facts: Mapping[str, PieceFacts], files: Any, entries: Mapping[str, FileEntry]
+) -> Manifest:
+    tensors = {
+        fact.name: TensorEntry(
+            fact.dtype,
+            fact.global_shape,
+            (ChunkEntry(fact.offset, fact.shape, file.name, one.key, begin),),
+        )
+        for file in files
+        for one, begin in zip(file.tensors, file.begins, strict=True)
+        for fact in (facts[one.key],)
+    }
+    common = json.loads(canonical({"config": config.flat(), "iteration": 0, "consumed_train_samples": 0}))
+    return Manifest(
+        iteration=0,
+        consumed_train_samples=0,
+        world_size=1,
+        topology=dict.fromkeys(AXES, 1),
+        config_hash=config_digest(common),
+        code_version=__version__,
+        torch_version=torch.__version__,
+        files=dict(entries),
+        tensors=tensors,
+        common=common,
+        per_rank=({},),
+    )
+
+
+def _copy_tokenizer(folder: Path, into: Path) -> bool:
+    """Whether there are files of a tokenizer; they are copied, with what says how the model is used."""
+    there = [name for name in COPIED if (folder / name).is_file()]
+    for name in there:
+        into.mkdir(parents=True, exist_ok=True)
+        with published(into / name) as file:
+            file.write(read_bytes(folder / name, max_bytes=_MAX_COPIED_BYTES, follow=True))
+    return bool(there)
+
+
+def export_folder(
+    found: Found,
+    folder: Path,
+    *,
+    model_type: str | None,
+    like: Path | None,
+    dtype: str | None,
+    max_shard_bytes: int,
+    say: Say,
+) -> Path:
+    """Write a checkpoint's model as a Hugging Face folder, which must not be there yet.
+
+    model_type: the architecture; that of `like`, else the first that can express the model. like: a folder whose
+    tokenizer files and settings of generation are taken over; the checkpoint's tokenizer's if not given. dtype: a key
+    of DTYPES, float32 from main weights where there are any; the weights' own if not given.
+    """
+    if os.path.lexists(folder):
+        raise CheckpointError(f"{folder}: there already: give --hf another folder")
+    values = config_of(found, check_config)
+    config = Config.from_flat(values)
+    like = like or _origin(found, config)
+    stated = _stated(like)
+    vocab_size = config.model.padded_vocab_size
+    if vocab_size is None:
+        raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
+    vocab_size = min(vocab_size, stated.get("vocab_size", vocab_size))
+    one = _architecture(model_type or stated.get("model_type"), config, vocab_size)
+    json_config = one.write(config.model, vocab_size)
+    catalogue = one.catalogue(config.model, vocab_size, config.model.padded_vocab_size or vocab_size)
+    weights = {
+        name.removeprefix(PREFIX): tuple(entry.shape)
+        for name, entry in found.tensors.items()
+        if name.startswith(PREFIX)
+    }
+    if problems := catalogue.problems(ours=weights):
+        raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
+    moves: dict[str, list[Move]] = {}
+    for move in catalogue.moves:
+        moves.setdefault(move.theirs.name, []).append(move)
+    source_of = {name: _stored_name(found, name, dtype) for name in weights}
+    types = {
+        theirs: DTYPES[dtype] if dtype else found.tensors[source_of[parts[0].ours.name]].dtype
+        for theirs, parts in moves.items()
+    }
+    by_file = in_files(
+        [StoredTensor(name, types[name], shape) for name, shape in catalogue.theirs.items()], max_shard_bytes
+    )
+    names = (
+        [SINGLE]
+        if len(by_file) == 1
+        else [
+            f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)
+        ]
+    )
+    files = [
+        planned_file(name, tensors, {"format": "pt"}) for name, tensors in zip(names, by_file, strict=True)
+    ]
+    tag = _fingerprint(found.manifest_sha256, one.model_type, dtype, max_shard_bytes, vocab_size)
+    temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
+    with SourceReader(found) as reader:
+
+        def value(stored: StoredTensor) -> Tensor:
+            out = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+            for move in moves[stored.key]:
+                part = reader.read(source_of[move.ours.name], move.ours.box)
+                into = out
+                for dim, (start, count) in enumerate(
+                    zip(move.theirs.box.offset, move.theirs.box.shape, strict=True)
+                ):
+                    into = into.narrow(dim, start, count)
+                into.copy_(part.t() if move.transposed else part)
+            return out
+
+        write_files(temporary, files, value, say)
+    kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
+    name = next(key for key, value in DTYPES.items() if value == next(iter(types.values())))
+    whole = {**kept, **json_config, "dtype": name, "torch_dtype": name}
+    publish_text(temporary / CONFIG, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+    if len(files) > 1:
+        total = sum(file.num_bytes - len(file.header) for file in files)
+        where = {stored.key: file.name for file in files for stored in file.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        publish_text(temporary / INDEX, json.dumps(index, indent=2) + "\n")
+    if like is not None:
+        _copy_tokenizer(like, temporary)
+        publish_text(temporary / CONFIG, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+    sync_directory(temporary)
+    os.rename(temporary, folder)
+    sync_directory(folder.parent)
+    return folder
+
+
+def _stored_name(found: Found, name: str, dtype: str | None) -> str:
+    """Main weights are what 16-bit weights are rounded from."""
+    main = MAIN + name
+    return main if dtype == "float32" and main in found.tensors else PREFIX + name
+
+
+def _origin(found: Found, config: Config) -> Path | None:
+    """Where the model's tokenizer and its own config.json are: beside the checkpoints, or where the flags say."""
+    if (beside := found.directory.parent / BESIDE).is_dir():
+        return beside
+    path = config.tokenizer.tokenizer_model
+    if path is None or not os.path.exists(path):
+        return None
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def _stated(like: Path | None) -> dict[str, Any]:
+    if like is None or not (like / CONFIG).is_file():
+        return {}
+    value = json.loads(read_bytes(like / CONFIG, max_bytes=4 << 20, follow=True))
+    return value if isinstance(value, dict) else {}
+
+
+def _architecture(model_type: str | None, config: Config, vocab_size: int) -> Architecture:
+    if model_type in ARCHITECTURES or model_type is not None:
+        return architecture(model_type)
+    return expressing(config.model, vocab_size)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What killed exports to a folder have left."""
+    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
+        shutil.rmtree(path)
