@@ -136,7 +136,8 @@ class Inner:
         return {"ffn_hidden_size": integer(json, self.key)}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
-        return {self.key: config.ffn_hidden_size}
+        usual = self.factor is not None and config.ffn_hidden_size == self.factor * config.hidden_size
+        return {self.key: None if usual else config.ffn_hidden_size}
 
 
 @dataclasses.dataclass(frozen=True)
