@@ -86,7 +86,7 @@ class _Unpickler(pickle.Unpickler):
         path = f"{module}.{name}"
         if path in CONTAINERS:
             return CONTAINERS[path]
-        if ".." in path or "__" in name or not any(fnmatchcase(path, pattern) for pattern in NAMES):
+        if ".." in path or "__" in path or not any(fnmatchcase(path, pattern) for pattern in NAMES):
             raise pickle.UnpicklingError(f"it names {path!r:.200}, which is not read")
         return self._classes.setdefault(path, type(name.rpartition(".")[2], (Inert,), {"path": path}))
 
