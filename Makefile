@@ -40,13 +40,15 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_flags_docs.py --check
 	$(BIN)/python tools/generate_tree.py --check
+	$(BIN)/python tools/generate_schedule_docs.py --check
 
 check: lint test
 
-# Pages made from code.
+# Pages, parts of pages and pictures that are made from code.
 docs: setup
 	$(BIN)/python tools/generate_flags_docs.py
 	$(BIN)/python tools/generate_tree.py
+	$(BIN)/python tools/generate_schedule_docs.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

@@ -10,6 +10,7 @@ SCRIPTS = (
     "tools/**/*.py",
     "tools/**/*.csv",
     "tools/**/*.css",
+    "tools/**/*.js",
     "tools/*.html",
     "tools/*.json",
 )

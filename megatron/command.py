@@ -21,6 +21,15 @@ def main() -> None:
     importlib.import_module("tools.commands").main()
 
 
+def lost_folder() -> str:
+    """What to say where the working directory was removed, in which torch ends a process without a word; else empty."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        return f"the working directory is gone ({error.strerror}): change to a folder that exists, and start again"
+    return ""
+
+
 def called_as(argv0: str) -> str:
     """`megatron-zero` or `python -m megatron`, where a process's first word says so; empty for a script."""
     found = re.match(rf"({NAME}|.* -m megatron) ", argv0)

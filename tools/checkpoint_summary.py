@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.transformer.model_config import ACTIVATIONS
-from megatron.core.words import counted, size_text
+from megatron.core.words import counted, printable_json, size_text
 from megatron.training.report.metrics_file import read_metrics
 from tools.reports.run_record import layout
 
@@ -30,7 +30,7 @@ def summary(found: Found) -> dict[str, Any]:
     """
     manifest = found.manifest
     stated = manifest.common.get("config")
-    config: Mapping[str, Any] = stated if isinstance(stated, dict) else {}
+    config: Mapping[str, Any] = printable_json(stated) if isinstance(stated, dict) else {}
     weights = {name: one for name, one in manifest.tensors.items() if name.startswith("model.")}
     length = config.get("seq_length")
     sizes = {setting: manifest.topology.get(axis, 1) for axis, setting in _SIZES.items()}

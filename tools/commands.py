@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.command import NAME, called_as
+from megatron.command import NAME, called_as, lost_folder
 
 
 class Command(NamedTuple):
@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("pretrain_gpt.py", "pre-train a GPT, by Megatron-LM's command line"),
+    "launch": Command("tools/launch.py", "start several ranks of a command, and say how the run ended"),
     "check": Command(
         "pretrain_gpt.py", "say what a train line means, without running it", ("--check-config",)
     ),
@@ -42,7 +43,9 @@ COMMANDS = {
 _HELP = ("-h", "--help", "help")
 _RANKS = (
     "",
-    "Several ranks are started by torchrun:",
+    "Several ranks of this machine, and of others with torchrun's flags for them:",
+    f"  {NAME} launch --nproc-per-node 2 -- train --use-custom-fsdp ...",
+    "or, by torchrun itself:",
     f"  torchrun --standalone --nproc-per-node 2 --no-python {NAME} train --use-custom-fsdp ...",
     f"  torchrun --standalone --nproc-per-node 2 -m megatron train ...    where {NAME} is not on the PATH",
 )
@@ -51,6 +54,9 @@ _RANKS = (
 def main() -> None:
     """Run the command that the process's words name. Its exit status is the process's; 2 where none is named."""
     words = sys.argv[1:]
+    if gone := lost_folder():
+        print(f"{NAME}: {gone}", file=sys.stderr)
+        raise SystemExit(2)
     if name := next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), None):
         raise SystemExit(_run(name, words[len(name.split()) :]))
     if words == ["--version"]:
@@ -87,9 +93,8 @@ def _unknown(asked: str) -> str:
         part: name for name in COMMANDS for part in (name, name.split()[-1], Path(COMMANDS[name].script).stem)
     }
     meant["pretrain_gpt"] = "train"
-    near = difflib.get_close_matches(asked, meant, n=1) or difflib.get_close_matches(
-        asked.split()[0], meant, n=1
-    )
+    first = next(iter(asked.split()), asked)
+    near = difflib.get_close_matches(asked, meant, n=1) or difflib.get_close_matches(first, meant, n=1)
     guess = f": did you mean  {NAME} {meant[near[0]]}  ?" if near else ""
     return f"{NAME}: no command {asked!r:.60}{guess}\n`{NAME} --help` lists the commands\n"
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.core.datasets.checksums import check_corpus, read_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 
 TOKENS_PER_BLOCK = 1 << 22
 

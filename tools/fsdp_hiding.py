@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.sharding_table import STRATEGIES, ShardPlace
+from megatron.core.words import plain, share_text
 from tools.schedules.residency import moves_of_one_stage
 
 Row = dict[str, Any]
@@ -261,17 +262,17 @@ def hiding_text(phases: list[Row], exposed_share: float, useful: float) -> str:
     """Need and have, phase by phase, then the sum in words."""
     rows, exposed = [], []
     for row in phases:
-        told = f"hidden, {1 - row['ratio']:.0%} of the computing to spare"
+        told = f"hidden, {share_text(1 - row['ratio'], 0)} of the computing to spare"
         if not row["hidden"]:
             sends = "gather" if row["phase"] == "forward" else "gather and reduce-scatter"
-            told = f"exposed: {row['exposed_s'] / row['communication_s']:.0%} of {sends}"
+            told = f"exposed: {share_text(row['exposed_s'] / row['communication_s'], 0)} of {sends}"
             exposed.append(f"{row['part']} {row['phase']}")
         times = {f"{name}_ms": 1e3 * row[f"{name}_s"] for name in ("compute", "communication", "exposed")}
         rows.append({**row, **times, "verdict": told})
     most = math.ceil(max(row["need_tokens"] for row in phases))
     verdict = f"All communication is hidden; {most} tokens a rank would be enough.\n"
     if exposed:
-        verdict = f"Exposed: {', '.join(exposed)}; {exposed_share:.1%} of a layer's time is waiting. "
+        verdict = f"Exposed: {', '.join(exposed)}; {share_text(exposed_share)} of a layer's time is waiting. "
         verdict += f"{most} tokens a rank would hide all of it.\n"
     useful_text = f"Useful fraction of the computing rate (recompute is not useful): {useful:.3f}\n"
     return table_text("phases", rows) + verdict + useful_text
@@ -295,7 +296,7 @@ def run(args: argparse.Namespace) -> str:
         return json.dumps(figures | tables, allow_nan=False) + "\n"
     facts = {"ranks": args.data_parallel_size, "microbatches": args.num_microbatches}
     facts["params"] = 12 * (args.num_layers or 0) * (args.hidden_size or 0) ** 2
-    facts["rates"] = f"{args.tflops:g} TFLOP/s and {args.bandwidth_gb_per_s:g} GB/s"
+    facts["rates"] = f"{plain(args.tflops)} TFLOP/s and {plain(args.bandwidth_gb_per_s)} GB/s"
     texts = [table_text(name, rows, **facts) for name, rows in tables.items()]
     return "\n".join(([hiding_text(phases, exposed, useful)] if phases else []) + texts)
 

@@ -22,6 +22,7 @@ from megatron.command import program
 from megatron.core.available_memory import available_bytes
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
+from megatron.core.words import size_text
 from megatron.training.config.config import Config
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitStatus
@@ -118,8 +119,8 @@ def check_size(args: argparse.Namespace, config: Config, vocab_size: int, prompt
     available = available_bytes() if torch.device(args.device).type == "cpu" else None
     if available is not None and needed > available:
         raise ValueError(
-            f"--max-new-tokens {args.max_new_tokens}: keys and values take {needed / 2**30:.1f} GiB, "
-            f"{available / 2**30:.1f} GiB are left"
+            f"--max-new-tokens {args.max_new_tokens}: keys and values take {size_text(needed)}, "
+            f"{size_text(available)} are left"
         )
 
 

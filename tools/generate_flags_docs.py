@@ -94,7 +94,7 @@ def main() -> int:
         return 0
     if PAGE.exists() and PAGE.read_text() == page():
         return 0
-    print(f"{PAGE} is stale: run python tools/generate_flags_docs.py", file=sys.stderr)
+    print(f"{PAGE} is stale: run make docs", file=sys.stderr)
     return 1
 
 

@@ -55,7 +55,7 @@ def main() -> int:
         return 0
     if here == page(here):
         return 0
-    print(f"{PAGE} is stale: run python tools/generate_tree.py", file=sys.stderr)
+    print(f"{PAGE} is stale: run make docs", file=sys.stderr)
     return 1
 
 

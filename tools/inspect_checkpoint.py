@@ -1,10 +1,10 @@
 """What a checkpoint holds, and whether it is whole. Needs one process and no device; changes nothing.
 
     python tools/inspect_checkpoint.py checkpoints/                    the one that --load would take
-    python tools/inspect_checkpoint.py checkpoints/ --ckpt-step 100 --verify
+    python tools/inspect_checkpoint.py checkpoints/ --ckpt-step 100 --verify        as a load would
     python tools/inspect_checkpoint.py checkpoints/ --json
 
-Exit status: 0, or 3 when there is no valid checkpoint (with --verify: digests included).
+Exit status: 0, or 3 when there is no valid checkpoint (with --verify: digests, configuration and counters included).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron.command import program
 from megatron.core.dist_checkpointing.catalog import Found, choose
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
+from megatron.core.words import counted, printable
 from megatron.training.guard.console import guard_console
 from tools.checkpoint_summary import folded, summary, summary_lines
 from tools.commands import as_called
@@ -54,22 +55,22 @@ def describe(found: Found) -> dict[str, Any]:
 
 def print_table(facts: dict[str, Any]) -> None:
     """For people: the summary, files, and tensors, those of layers that are alike in one line."""
-    print(
-        f"{facts['directory']}: iteration {facts['iteration']:,}, {facts['consumed_train_samples']:,} samples"
-    )
+    seen = f"iteration {facts['iteration']:,}, {counted(facts['consumed_train_samples'], 'sample')}"
+    print(f"{printable(facts['directory'])}: {seen}")
     for line in summary_lines(facts):
         print(f"  {line}")
-    print(f"\n  {len(facts['files'])} files")
+    print(f"\n  {counted(len(facts['files']), 'file')}")
     for name, file in facts["files"].items():
         print(f"  {name}  {file['bytes']:>14,} bytes  sha256 {file['sha256'][:16]}...")
     print(
-        f"\n  {len(facts['tensors'])} tensors, {facts['total_bytes']:,} bytes; layers that are alike in one line"
+        f"\n  {counted(len(facts['tensors']), 'tensor')}, {facts['total_bytes']:,} bytes; layers that are alike in one "
+        "line"
     )
     lines = folded(facts["tensors"])
     width = max((len(name) for name in lines), default=0)
     for name, tensor in lines.items():
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
-        chunks = f"in {tensor['chunks']} pieces" if tensor["chunks"] > 1 else ""
+        chunks = f"in {counted(tensor['chunks'], 'piece')}" if tensor["chunks"] > 1 else ""
         print(f"  {name:<{width}}  {tensor['dtype']:>4}  {shape:<14}  {chunks}".rstrip())
 
 
@@ -82,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("load", metavar="DIR", type=Path, help="folder of checkpoints, as --load")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
     parser.add_argument(
-        "--verify", action="store_true", help="read all of it: SHA-256 and header of every file"
+        "--verify",
+        action="store_true",
+        help="judge it as a load does: every field of the manifest, SHA-256 and header of every file",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args(argv)
@@ -93,8 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise CheckpointError("; ".join(choice.notes))
         facts = describe(choice.found)
         if args.verify:
-            from megatron.core.dist_checkpointing.loading import verify  # brings torch; listing does without
+            # They bring torch; listing does without.
+            from megatron.core.dist_checkpointing.loading import verify
+            from megatron.training.run.run_checkpoints import check_manifest
 
+            check_manifest(choice.found)
             verify(choice.found)
             facts["verified"] = True
     except CheckpointError as error:
@@ -107,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print_table(facts)
         if args.verify:
-            print(f"  verified: {len(facts['files'])} files")
+            print(f"  verified: {counted(len(facts['files']), 'file')}")
     return 0
 
 

@@ -43,10 +43,11 @@ from megatron.core.datasets.blend import (
 from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import NO_PAD, SampleFormat
+from megatron.core.datasets.gpt_samples import NO_PAD, SampleFormat
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
+from megatron.core.words import counted, plural
 from megatron.training.guard.console import guard_console
 from tools.commands import as_called
 from tools.corpus_report import CorpusReport, verify_corpus
@@ -340,7 +341,7 @@ def print_table(result: dict[str, Any], args: argparse.Namespace) -> None:
         where = " ".join(args.data_path or ()) or "its data"
         print(f"{where}, split {args.split}, sequences of {args.seq_length} tokens, seed {args.seed}")
     for name, split in result.get("splits", {}).items():
-        print(f"{name}: {split['len']:,} samples")
+        print(f"{name}: {counted(split['len'], 'sample')}")
         with_text = any("text" in row for row in split["samples"])
         if split["samples"] and not with_text:
             print(f"  {'':>6}  {'tokens':12}  {'labels':12}  {'loss mask':12}  {'positions':12}  documents")
@@ -349,8 +350,8 @@ def print_table(result: dict[str, Any], args: argparse.Namespace) -> None:
             more = " ..." if len(row["documents"]) > 8 else ""
             documents = " ".join(map(str, row["documents"][:8])) + more
             if with_text:
-                of = "document" if len(row["documents"]) == 1 else "documents"
-                tokens = f"{args.seq_length} tokens, {row['counted']} with a loss"
+                of = plural(len(row["documents"]), "document")
+                tokens = f"{counted(args.seq_length, 'token')}, {row['counted']} with a loss"
                 print(
                     f"  sample {i}: {tokens}; of {of} {documents}",
                     *told(row["text"], args.text),

@@ -29,6 +29,7 @@ from megatron.core.datasets.errors import DataError
 from megatron.core.optional import MissingPackageError, available, require
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.words import counted, plural, share_text, size_text, time_text
 from tools.preprocessing.job import Job, Statistics, run_job
 from tools.preprocessing.sources import FORMATS, find_sources
 from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
@@ -159,22 +160,23 @@ class Progress:
     def _line(self, done: Statistics, total_bytes: int) -> str:
         fresh = done.bytes - (self._first_bytes or 0)
         speed = fresh / max(time.monotonic() - self._start, 1e-9)
-        left = f", {(total_bytes - done.bytes) / speed:.0f} s left" if speed > 0 else ""
-        share = 100 * done.bytes / max(total_bytes, 1)
-        return f"{self.title}: {share:3.0f} %, {done.documents:,} documents, {speed / 2**20:.1f} MiB/s{left}"
+        left = f", {time_text((total_bytes - done.bytes) / speed)} left" if speed > 0 else ""
+        share, documents = done.bytes / max(total_bytes, 1), counted(done.documents, "document")
+        return f"{self.title}: {share_text(share, 0)}, {documents}, {size_text(speed)}/s{left}"
 
 
 def report(job: Job, done: Statistics, seconds: float) -> None:
     for key in job.keys:
         print(f"{job.corpus_prefix(key)}.bin, .idx, .sha256.json")
     print(
-        f"{done.documents:,} documents, {done.tokens:,} tokens from {done.bytes / 2**20:.1f} MiB in {seconds:.1f} s\n"
+        f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')} from {size_text(done.bytes)} in "
+        f"{time_text(seconds)}\n"
         f"to train on them: --data-path {' or '.join(job.corpus_prefix(key) for key in job.keys)}"
     )
-    if done.empty_documents:
-        print(f"{done.empty_documents:,} documents are empty: they count as documents and hold no tokens")
-    if done.not_utf8:
-        print(f"{done.not_utf8:,} texts are not UTF-8: their invalid bytes became U+FFFD")
+    if empty := done.empty_documents:
+        print(f"{counted(empty, 'document')} {plural(empty, 'is')} empty: counted, but without tokens")
+    if invalid := done.not_utf8:
+        print(f"{counted(invalid, 'text')} {plural(invalid, 'is')} not UTF-8: invalid bytes became U+FFFD")
 
 
 def main(argv: list[str] | None = None) -> int:

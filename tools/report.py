@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import program
+from megatron.core.words import plain, size_text
 from megatron.training.report.metrics_file import read_metrics
 from tools.commands import as_called
 from tools.drawing.charts import Series, line_chart
@@ -50,13 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         "--loss-svg", type=Path, metavar="FILE", help="write the loss curve alone, for a document"
     )
     args = parser.parse_args(argv)
-    metrics = [run / "metrics.jsonl" if run.is_dir() else run for run in args.run]
-    target = (
-        args.loss_svg
-        or args.out
-        or metrics[0].with_name("report.html" if len(metrics) == 1 else "comparison.html")
-    )
+    target = args.run[0]
     try:
+        metrics = [run / "metrics.jsonl" if run.is_dir() else run for run in args.run]
+        name = "report.html" if len(metrics) == 1 else "comparison.html"
+        target = args.loss_svg or args.out or metrics[0].with_name(name)
         out = made(args, metrics, target)
     except OSError as error:
         print(f"{parser.prog}: {error.filename or target}: {error.strerror or error}", file=sys.stderr)
@@ -64,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    print(f"{out} ({out.stat().st_size / 1024:.0f} KiB)")
+    print(f"{out} ({size_text(out.stat().st_size, digits=3)})")
     return 0
 
 
@@ -113,7 +112,7 @@ def comparison(runs: Mapping[str, Path], out: Path, title: str) -> Path:
     ]
     ends = {run.last_iteration for run in read.values()}
     if len(ends) > 1 and all(run.losses for run in read.values()):
-        means = (f"{run.last_mean(run.losses[0], min(ends))[0]:.4g}" for run in read.values())
+        means = (plain(run.last_mean(run.losses[0], min(ends))[0]) for run in read.values())
         results.insert(1, (f"training loss at iteration {min(ends):,}", *means))
     names = dict.fromkeys([*page.SUMMARY_SETTINGS, *itertools.chain(*(run.config for run in read.values()))])
     settings = [("layout", *(run.layouts for run in read.values()))]

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.gpt_dataset import pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
+from megatron.core.datasets.gpt_samples import pad_id
 from megatron.core.dist_checkpointing.catalog import choose, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.words import printable
 from megatron.training.config.config import Config
 from megatron.training.config.saved_config import check_config
 from tools.tokenizer_flags import tokenizer_config
@@ -98,10 +99,6 @@ def texts(tokenizer: Tokenizer, ids: Sequence[int], pad: int) -> list[str]:
 def told(pieces: Sequence[str], most: int) -> list[str]:
     """Lines for a terminal: at most so many characters, those that a terminal would obey spelled out."""
     text = "\n-- end of document --\n".join(pieces)
-    shown = "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text[:most]
-    )
-    lines = [f"    | {line}".expandtabs(4) for line in shown.split("\n")]
+    lines = [f"    | {line}".expandtabs(4) for line in printable(text[:most], keep="\n\t").split("\n")]
     more = len(text) - most
     return [*lines, f"    ... and {more} characters"] if more > 0 else lines

@@ -11,7 +11,7 @@ python tools/show_schedule.py --measured TIMELINE_DIR [--iteration N] --format s
 
 Times are unitless: whole-stage times, one number for all stages or one a stage. BW takes B + W. With --measured, the
 folder of a run's --log-pipeline-timeline, times are seconds, the plan is that of the run unless --schedule says
-which it should be, and the planned times are what the simulator expects from the measured mean of each computation;
+which it should be, and the planned times are what the simulator expects from the measured median of each computation;
 a --time flag puts its own in place. With --measured and --html, the other schedules named are planned from the run's
 measured times.
 
@@ -43,6 +43,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json, to_torch_csv
 from megatron.core.safe_files import SHARED_MODE, publish_text
+from megatron.core.words import plain
 from tools.schedules import overlay, residency
 from tools.schedules.flags import (
     chunks_of,
@@ -286,8 +287,9 @@ def run_measured(args: argparse.Namespace) -> str:
     names, is_page = names_of(args), args.html is not None or args.format == "html"
     if not is_page:
         expect_plan(args, names, step)
-    means = overlay.mean_times(step.plan, step.spans)
-    costs = overlay.measured_costs(step.plan, means, args.time_comm or 0.0)
+    figures = overlay.figures_of_ranks(step)
+    medians = overlay.median_times(figures, step.plan.placement.num_stages)
+    costs = overlay.measured_costs(figures, step.plan, args.time_comm)
     flags = costs_of(args, step.plan.placement)
     costs = dataclasses.replace(
         costs,
@@ -315,7 +317,7 @@ def run_measured(args: argparse.Namespace) -> str:
         return overlay_trace(planned, measured, step.spans)
     if args.format == "json":
         told = {"iteration": step.iteration, "ranks": list(step.pipeline), "hash": plan_hash(step.plan)}
-        return json.dumps({**told, **overlay_figures(planned, measured, means)}, allow_nan=False) + "\n"
+        return json.dumps({**told, **overlay_figures(planned, measured, medians)}, allow_nan=False) + "\n"
     raise PlanError(
         f"--format {args.format} says nothing of times: use text, json, svg or trace with --measured"
     )
@@ -334,7 +336,7 @@ def measured_page(
     plan, costs = planned.plan, planned.costs
     ran = plan.placement
     over = over_limit(planned, limits)
-    problem = "" if over is None else f"needs {over[1]:g} activations on rank {over[0]}"
+    problem = "" if over is None else f"needs {plain(over[1])} activations on rank {over[0]}"
     entries = [Entry(plan.schedule, planned, problem, measured, time_name="seconds", held=held)]
     for name in names:
         if name == AUTO:

@@ -42,7 +42,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
-def train(model, clip, hold_back, rank=0, world=1):
+def train(model, hold_back, rank=0, world=1):
     """Of a step's MICROBATCHES this rank takes every world-th; returns its share of the mean losses."""
     text, losses = torch.tensor(list(Path(__file__).read_bytes())), torch.zeros(STEPS, dtype=torch.float64)
     optimizer, mine = torch.optim.AdamW(model.parameters(), lr=3e-3), range(rank, MICROBATCHES, world)
@@ -53,7 +53,7 @@ def train(model, clip, hold_back, rank=0, world=1):
             with nullcontext() if index == mine[-1] else hold_back():  # reduced once a step
                 (loss := model(rows) / len(mine)).backward()
             losses[step] += loss.detach() / world
-        clip(1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -63,17 +63,17 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     alone = Model().double()
     fully_shard(model := copy.deepcopy(alone), fsdp_unit_modules=[Block])  # in place
-    losses = train(model, model.clip_grad_norm_, model.no_sync, dist.get_rank(), dist.get_world_size())
+    losses = train(model, model.no_sync, dist.get_rank(), dist.get_world_size())
     dist.all_reduce(losses)
     weights = model.full_state_dict()  # communicates: all ranks call it
     if dist.get_rank() == 0:
         OUT.parent.mkdir(parents=True, exist_ok=True)
         save_file(weights, OUT)
-        held, whole = (sum(p.numel() for p in one.parameters()) for one in (model, alone))
-        print(
-            f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {held:,} of {whole:,} weights a rank; saved to {OUT}"
-        )
-        losses -= train(alone, lambda norm: nn.utils.clip_grad_norm_(alone.parameters(), norm), nullcontext)
+        held = sum(p.to_local().numel() for p in model.parameters())
+        whole = sum(p.numel() for p in model.parameters())  # as the whole ones answer
+        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; {held:,} of {whole:,} weights a rank; ", end="")
+        print(f"saved to {OUT}")
+        losses -= train(alone, nullcontext)
         off = max((weights[name] - p.detach()).abs().max() for name, p in alone.named_parameters())
         print(f"largest difference from one process: losses {losses.abs().max():.1e}, weights {off:.1e}")
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ FLAGS=(
   --eval-interval 100 --eval-iters 5 --log-interval 10 --log-throughput
   --log-pipeline-timeline "$RUN_DIR/timeline"
 )
-train() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py "${FLAGS[@]}" "$@"; }
+train() { "$PYTHON" tools/launch.py --nproc-per-node 4 -- pretrain_gpt.py "${FLAGS[@]}" "$@"; }
 
 echo "== training on 4 ranks, 2 pipeline x 2 data parallel, up to iteration 120"
 CORES=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)))')

@@ -13,26 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.compat.model import ShardedStateDict, settings_of_pretrain
+from megatron.compat.fields import expect, in_fields, settings_of_pretrain
+from megatron.compat.layers import ShardedStateDict, param_meta_of
+from megatron.compat.model import DistributedDataParallelConfig, OptimizerConfig
 from megatron.compat.parallel_state import current
 from megatron.core.distributed import data_parallel, data_parallel_config
 from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer import optimization_config
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
-from megatron.core.optimizer.mixed_precision import build_optimizer
+from megatron.core.optimizer.mixed_precision import OptimizerStateError, build_optimizer
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
+from megatron.core.pipeline_parallel.plan.schedules import MOST_FORWARDS
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport import collectives
-from megatron.training.config.problems import ConfigurationError
+from megatron.training.config.values import shown
 from megatron.training.engine import weight_pieces
+from megatron.training.guard.weight_check import WeightCheck
 from megatron.training.report.step_metrics import ForwardStep, evaluate_loss, loss_to_differentiate
 from megatron.training.run.data import StepBatches
 
+_ADVICE = (
+    "so the run ends here. Lower lr in OptimizerConfig, give it adam_eps above 0 (or bf16 for fp16, whose range is "
+    "larger)"
+)
 # By model: what moves its hidden states.
 _CHANNELS: weakref.WeakKeyDictionary[nn.Module, P2P] = weakref.WeakKeyDictionary()
 
@@ -79,8 +87,10 @@ def forward_backward(
     """
     (wrapped, *more), (batches, *_rest) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
+    _check_step(num_microbatches, MOST_FORWARDS // ps.pp_size)
     if more or config.calculate_per_token_loss or collect_non_loss_data:
-        raise ValueError("get_forward_backward_func: one chunk a rank, means of losses only; use pretrain()")
+        told = "one model a rank, TransformerConfig(calculate_per_token_loss=False), no collect_non_loss_data"
+        raise ValueError(f"get_forward_backward_func()(model, ...): {told}")
     ends, reports = ps.pp_rank == ps.pp_size - 1, list[Any]()
     context = context_of(inner)
     step = context.iteration + (not forward_only)  # with the microbatch the key of dropout masks
@@ -110,6 +120,12 @@ def forward_backward(
     return reports
 
 
+def _check_step(num_microbatches: Any, most: int) -> None:
+    if not isinstance(num_microbatches, int) or not 1 <= num_microbatches <= most:
+        told = f"get_forward_backward_func()(num_microbatches={shown(num_microbatches)})"
+        raise ValueError(f"{told}: expects a whole number from 1 to {most}, which a step's plan holds")
+
+
 def _listed(one: Any) -> list[Any]:
     return one if isinstance(one, list) else [one]
 
@@ -128,8 +144,10 @@ class DataParallelModel(nn.Module):
         super().__init__()
         ours = _engine_config(ddp_config, (ps := current()).dp_outer_group.size)
         self.config, self.ddp_config, self.module = config, ddp_config, module
-        self.engine = data_parallel.DistributedDataParallel([module], ps, ours, stages=[ps.pp_rank])
-        if not isinstance(module, MegatronModule):
+        own = isinstance(module, MegatronModule)
+        meta = None if own else param_meta_of(module)
+        self.engine = data_parallel.DistributedDataParallel([module], ps, ours, meta, stages=[ps.pp_rank])
+        if not own:
             collectives.broadcast_weights([module], ps)
         buffer = self.engine.buffer
         for name, parameter in module.named_parameters():
@@ -190,16 +208,18 @@ DistributedDataParallel = DataParallelModel  # Megatron's name
 
 
 def _engine_config(given: Any, instances: int) -> data_parallel_config.DistributedDataParallelConfig:
+    expect(given, DistributedDataParallelConfig, "DistributedDataParallel")
     ours = given.group(data_parallel_config.DistributedDataParallelConfig)
-    if problems := settings_of_pretrain(vars(ours)):
-        raise ConfigurationError(problems)
+    for one in settings_of_pretrain(vars(ours)):
+        told = f"DistributedDataParallelConfig: {one.message}; use custom_fsdp.fully_shard"
+        raise ValueError(in_fields(told, given.called))
     if (asked := ours.num_distributed_optimizer_instances) not in (1, instances):
         raise ValueError(
             f"num_distributed_optimizer_instances={asked}: {instances} in initialize_model_parallel"
         )
     off: dict[str, Any] = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), False)
     if late := [name for name in off if getattr(ours, name)]:
-        warnings.warn(f"{', '.join(late)}: without effect outside of pretrain()", stacklevel=4)
+        warnings.warn(f"{', '.join(late)}: without effect in a loop of one's own", stacklevel=4)
     if ours.use_distributed_optimizer:
         off["data_parallel_sharding_strategy"] = "optim"
     return dataclasses.replace(ours, ddp_average_in_collective=True, **off)
@@ -234,31 +254,60 @@ class MegatronOptimizer:
         """loss * scale: for `config.grad_scale_func`."""
         return loss * self.scaler.scale
 
-    def step(self) -> tuple[bool, float | None, None]:
-        """(True, the gradient's norm before clipping, None), or where it is not finite (False, None, None) without an
-        update. Communicates over the world."""
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """(True, the gradient's norm before clipping, how many of its elements are zero with `log_num_zeros_in_grad`,
+        else None), or where it is not finite (False, None, None) without an
+        update. Communicates over the world. Raises NonFiniteWeightsError, as `pretrain`, where the update has made
+        weights that are not finite."""
         divisor = self.scaler.scale * self._engine.buffer.grads_divided_by
-        stats = self.inner.prepare(divisor)
+        stats = self.inner.prepare(divisor, count_zero_grads=bool(self.config.log_num_zeros_in_grad))
         self.scaler.update(stats.nonfinite)
         if stats.nonfinite:
             return False, None, None
         self.inner.step(divisor, clip_coefficient(stats.norm, self.config.clip_grad))
+        check = WeightCheck(self.inner)
         self._engine.weights_changed()
-        return True, stats.norm, None
+        check.passed(f"optimizer.step() number {self.inner.num_steps}", _ADVICE)
+        return True, stats.norm, stats.num_zeros
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is not tensors; these are in `inner.pieces()`."""
+    def values(self) -> dict[str, Any]:
+        """What is not tensors."""
         return {"optimizer": self.inner.state(), "scaler": self.scaler.state()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Raises OptimizerStateError."""
+        self.inner.load_state(values["optimizer"])
+        self.scaler.load_state(values["scaler"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: values, and its parts of moments and main weights by name and place, not copied. Any layout can
+        load what `save_checkpoint` writes; this is for the same one."""
+        return {**self.values(), "tensors": self._tensors()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `state_dict` has it. Raises OptimizerStateError."""
-        self.inner.load_state(state["optimizer"])
-        self.scaler.load_state(state["scaler"])
+        mine, given = self._tensors(), state_dict.get("tensors", {})
+        if differing := [name for name in {**mine, **given} if _shape(mine, name) != _shape(given, name)]:
+            told = f"another layout's or model's, or none: {differing[0]} is {_shape(given, differing[0])}"
+            raise OptimizerStateError(
+                f"load_state_dict: tensors of {told}, here {_shape(mine, differing[0])}"
+            )
+        self.load_values(state_dict)
+        for name, tensor in mine.items():
+            tensor.copy_(given[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f"{piece.name}{list(piece.offset)}": piece.tensor for piece in self.inner.pieces()}
+
+
+def _shape(tensors: Mapping[str, Tensor], name: str) -> list[int] | None:
+    return list(tensors[name].shape) if name in tensors else None
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *conditions: Any, **named: Any) -> Any:
     """Of one wrapped model; use_gloo_process_groups is without effect. Raises ValueError for more, and for conditions
     by parameter."""
+    expect(config, OptimizerConfig, "get_megatron_optimizer")
     first, *more = model_chunks
     asked = [*conditions, *(one for name, one in named.items() if name != "use_gloo_process_groups")]
     if more or any(one not in (None, False, 1.0) for one in asked):

@@ -2,95 +2,52 @@
 
 A field that is a flag of Megatron's has the verdict of the flag table: without effect (a warning), or refused with what
 to use. `fields.csv`: fields that are not named as their flags, of what is done otherwise, or of pretrain() only. A
-name that no release knows is a TypeError, as with every dataclass.
+name that no release knows is a TypeError, with the nearest that is known.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import keyword
-import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.compat import parallel_state
-from megatron.compat.names import rows_of
-from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
+from megatron.compat.fields import FLAG_OF, check_fields, config_class, expect
+from megatron.compat.layers import ModuleOfConfig, dtype_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import gpt
 from megatron.core.models.gpt.stage_layers import split_stages
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
+from megatron.core.parallelism_config import ModelParallelConfig as ParallelFlags
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.model_config import TransformerConfig as ModelFlags
 from megatron.training.config.config import FIELDS
-from megatron.training.config.flag_table import FlagState, flag_table
-from megatron.training.config.problems import Problem
 
-_FIELDS = rows_of("fields.csv")
-_FLAG_OF = {row["name"]: row["flag"] for row in _FIELDS if row["flag"]}
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
-_MORE_OF_MODEL = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func", "num_query_groups")) | {
-    **{"params_dtype": torch.float32, "bf16": False, "fp16": False, "seed": 1234},
-    **{"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
+_MORE_OF_PARALLEL: dict[str, Any] = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func")) | {
+    **{
+        "params_dtype": torch.float32,
+        "bf16": False,
+        "fp16": False,
+        "seed": 1234,
+        "deterministic_mode": False,
+    },
 }
-_NO_EFFECT = [row["name"] for row in _FIELDS if row["verdict"] == "no effect"]
-
-
-def settings_of_pretrain(given: Mapping[str, Any]) -> list[Problem]:
-    """given: by the names of flags. What is not of a loop of one's own."""
-    allowed = {row["name"]: row["allowed"] for row in _FIELDS if row["verdict"] == "pretrain"}
-    asked = {
-        name: value for name, value in given.items() if name in allowed and value != FIELDS[name][1].default
-    }
-    flags = tuple("--" + name.replace("_", "-") for name, value in asked.items() if value != allowed[name])
-    told = f"{', '.join(flags)}: a loop of one's own runs 1F1B and shards the optimizer"
-    return [Problem("own-loop", flags, told, "use pretrain(), or custom_fsdp.fully_shard")] if flags else []
-
-
-class ConfigFields:
-    """What the classes have in common, which are dataclasses to subclass and write to, as Megatron's."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for what is not built; warns of flags without effect."""
-        for theirs, name in _FLAG_OF.items():
-            if getattr(self, theirs, None) is not None:
-                setattr(self, name, getattr(self, theirs))
-        for one in dataclasses.fields(self):  # type: ignore[arg-type]
-            entry, value = flag_table().get(one.name), getattr(self, one.name)
-            if entry is None or value in (None, False, one.default) or one.name in (*_NO_EFFECT, *_FLAG_OF):
-                continue
-            told = f"{type(self).__name__}({one.name}={value!r})"
-            allowed = entry.neutral + (entry.allowed or ())
-            if entry.state is FlagState.INERT:
-                warnings.warn(f"{told} has no effect: {entry.why}", stacklevel=4)
-            elif str(value) not in allowed and (entry.state is FlagState.UNSUPPORTED or entry.allowed):
-                raise ValueError(f"{told} is not supported: {entry.fix}")
-
-    def group(self, of: type[Any]) -> Any:
-        """Our group of flags with these values."""
-        names = {one.name for one in dataclasses.fields(of)}
-        return of(**{name: one for name, one in vars(self).items() if name in names and one is not None})
-
-
-def _config_class(name: str, *groups: type[Any], **more: Any) -> Any:
-    flags = [one.name for one in flag_table().values() if one.field is None]
-    values: dict[str, Any] = dict.fromkeys([*flags, *(name.removeprefix("no_") for name in flags)])
-    values |= {one.name: one.default for group in groups for one in dataclasses.fields(group)}
-    values |= {theirs: None for theirs, flag in _FLAG_OF.items() if flag in values}
-    values |= dict.fromkeys(_NO_EFFECT) | more
-    fields = [(name, Any, value) for name, value in values.items() if not keyword.iskeyword(name)]
-    return dataclasses.make_dataclass(name, fields, bases=(ConfigFields,), namespace={"__module__": __name__})
-
-
-_MORE_OF_OPTIMIZER = dict.fromkeys(("params_dtype", "use_distributed_optimizer", "overlap_param_gather"))
-TransformerConfig = _config_class("TransformerConfig", ModelParallelConfig, ModelFlags, **_MORE_OF_MODEL)
-DistributedDataParallelConfig = _config_class("DistributedDataParallelConfig", EngineFlags)
-OptimizerConfig = _config_class("OptimizerConfig", OptimizerFlags, **_MORE_OF_OPTIMIZER)
+_MORE_OF_MODEL: dict[str, Any] = {
+    **{"num_query_groups": None, "activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
+}
+_REQUIRED = "num_layers", "hidden_size", "num_attention_heads"
+_OF_MODEL = [name for name, (group, _) in FIELDS.items() if group in ("model", "parallel")] + ["vocab_size"]
+_MORE_OF_OPTIMIZER: dict[str, Any] = dict.fromkeys(
+    ("params_dtype", "use_distributed_optimizer", "overlap_param_gather", "log_num_zeros_in_grad")
+)
+ModelParallelConfig = config_class("ModelParallelConfig", ParallelFlags, **_MORE_OF_PARALLEL)
+TransformerConfig = config_class("TransformerConfig", ModelFlags, base=ModelParallelConfig, **_MORE_OF_MODEL)
+DistributedDataParallelConfig = config_class("DistributedDataParallelConfig", EngineFlags)
+OptimizerConfig = config_class("OptimizerConfig", OptimizerFlags, **_MORE_OF_OPTIMIZER)
 
 
 def core_transformer_config_from_args(args: Any, config_class: Any = TransformerConfig) -> Any:
@@ -116,21 +73,23 @@ def get_gpt_layer_local_spec(*given: Any, **named: Any) -> ModuleSpec:
     return ModuleSpec()
 
 
-class ShardedStateDict(dict[str, Tensor]):
-    """A model's parameters by name. pieces: as checkpoints know what parts of them this rank holds. loaded: is called
-    when these have been filled."""
+def _activation_of(config: Any, spec: Any) -> str:
+    """The flag that a configuration asks for with `activation_func`, "" for the default. Raises ValueError for what is
+    no model of ours."""
+    expect(config, TransformerConfig, "GPTModel")
+    if missing := [name for name in _REQUIRED if getattr(config, name) is None]:
+        raise ValueError(f"GPTModel: TransformerConfig without {', '.join(missing)}")
+    function = config.activation_func
+    activation = getattr(function, "__name__", function), config.gated_linear_unit
+    if not isinstance(spec, ModuleSpec) or activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"{spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
+            "such as swiglu=True or squared_relu=True for an activation"
+        )
+    return _ACTIVATIONS[activation]
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        pieces: list[LocalPiece],
-        loaded: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(parameters)
-        self.pieces, self.loaded = pieces, loaded
 
-
-class GPTModelOfSpec(gpt.GPTModel):
+class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
     """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
@@ -151,17 +110,13 @@ class GPTModelOfSpec(gpt.GPTModel):
         share_embeddings_and_output_weights: bool = False,
         **others: Any,
     ) -> None:
-        activation = config.activation_func.__name__, config.gated_linear_unit
-        if not isinstance(transformer_layer_spec, ModuleSpec) or activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"{transformer_layer_spec}, activation_func {activation}: use get_gpt_layer_local_spec(), and flags "
-                "such as swiglu=True or squared_relu=True for an activation"
-            )
-        flags = {_FLAG_OF.get(name, name): value for name, value in others.items() if value}
+        activation = _activation_of(config, transformer_layer_spec)
+        if config.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        flags = {FLAG_OF.get(name, name): value for name, value in others.items() if value}
         flags.pop("scatter_embedding_sequence_parallel", None)  # it follows from sequence_parallel
-        if flag := _ACTIVATIONS[activation]:
-            flags[flag] = True
-        dtype = torch.bfloat16 if config.bf16 else torch.half if config.fp16 else config.params_dtype
+        if activation:
+            flags[activation] = True
         ps = parallel_state.current()
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         if tp not in (1, ps.tp_size) or pp != ps.pp_size:  # Megatron's quickstart tells mpu alone of tp
@@ -169,15 +124,23 @@ class GPTModelOfSpec(gpt.GPTModel):
             raise ValueError(
                 f"{told}: give it those of initialize_model_parallel, {ps.tp_size} and {ps.pp_size}"
             )
-        stages = split_stages(config.group(ModelParallelConfig), config.num_layers, chunks=1)
+        stages = split_stages(config.group(ParallelFlags), config.num_layers, chunks=1)
         flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)
         flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
         flags["group_query_attention"] = config.num_query_groups is not None
+        sizes = {"padded_vocab_size": vocab_size, "max_position_embeddings": max_sequence_length}
+        called = config.called | dict.fromkeys(
+            ("seq_length", "max_position_embeddings"), "max_sequence_length"
+        )
+        called["padded_vocab_size"] = "vocab_size"
+        if unknown := flags.keys() - FIELDS.keys():
+            raise TypeError(f"GPTModel: unknown arguments: {', '.join(unknown)}")
+        check_fields("GPTModel", config.values() | flags | sizes, _OF_MODEL, called)
         super().__init__(
             dataclasses.replace(config.group(ModelFlags), **flags).resolved(),
             padded_vocab_size=vocab_size,
             seed=config.seed,
-            params_dtype=dtype,
+            params_dtype=dtype_of(config),
             device=ps.device.torch_device,
             pre_process=pre_process,
             post_process=post_process,
@@ -193,12 +156,6 @@ class GPTModelOfSpec(gpt.GPTModel):
         if self.post_process and labels is None and self.parallel_output:
             return output.chunk(self.tp.size, -1)[self.tp.rank]
         return output
-
-    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> ShardedStateDict:
-        """For `dist_checkpointing.save` and `load`."""
-        named, of = dict(self.named_parameters()), self.param_meta.items()
-        pieces = [piece for name, meta in of for piece in pieces_of("model", meta, named[name])]
-        return ShardedStateDict({prefix + name: one for name, one in named.items()}, pieces)
 
 
 GPTModel = GPTModelOfSpec  # Megatron's name

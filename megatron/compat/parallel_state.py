@@ -65,7 +65,7 @@ def current() -> ParallelState:
     return _Process.ps or global_vars.get_parallel_state()
 
 
-def _process_group(group: Group) -> dist.ProcessGroup | None:
+def process_group(group: Group) -> dist.ProcessGroup | None:
     """torch's; of one rank a group of its own, as None would mean the whole world."""
     if group.process_group is None and dist.is_initialized():
         _Process.alone = _Process.alone or ours.group_of_this_rank()
@@ -76,7 +76,7 @@ def _process_group(group: Group) -> dist.ProcessGroup | None:
 _READ: dict[str, Callable[[Group], Any]] = {  # what is asked of a group
     "world_size": lambda group: group.size,
     "rank": lambda group: group.rank,
-    "group": _process_group,
+    "group": process_group,
     "global_ranks": lambda group: list(group.ranks),
     "src_rank": lambda group: group.ranks[0],
     "first_rank": lambda group: group.ranks[0],

@@ -1,46 +1,120 @@
-"""How much memory this machine has to give (floor 0)."""
+"""How much memory this machine has to give to this process: the least of the machine's and of what the control groups
+have left that it is in, its own and all above it (floor 0).
+
+root: the file system that has `proc` and `sys`; another one in tests. Sources: cgroups(7), kernel's cgroup-v2 and
+cgroup-v1/memory documents.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+SYSTEM = Path("/")
 
 
-def available_bytes() -> int | None:
-    """What the machine can give to processes without swapping, within the limit of this one's container."""
+class _Files(NamedTuple):
+    """Of a version of control groups. droppable: the line of memory.stat that counts caches of it and those below."""
+
+    limits: tuple[str, ...]
+    used: str
+    droppable: str
+
+
+# memory.high: above it processes are slowed down until they have given memory back.
+_OF_VERSION = {
+    "cgroup2": _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "cgroup": _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def available_bytes(root: Path = SYSTEM) -> int | None:
+    """What the machine can give to processes without swapping, within the limits of this one's control groups; None
+    where the system does not say."""
     if sys.platform != "linux":
         return None
-    with open("/proc/meminfo") as file:
-        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
-    found = [sizes.get("MemAvailable"), left_in_container(Path("/sys/fs/cgroup"))]
-    return min((size for size in found if size is not None), default=None)
+    left = [
+        max(0, limit - _number(folder / files.used) + _droppable(folder, files))
+        for folder, files, limit in _limits(root)
+    ]
+    return min([*_of_machine(root, "MemAvailable"), *left], default=None)
 
 
-def total_bytes() -> int:
-    """Memory of this machine, or what its container may have of it."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
-        with contextlib.suppress(OSError, ValueError):
-            return min(machine, int(Path("/sys/fs/cgroup", name).read_text()))
-    return machine
+def total_bytes(root: Path = SYSTEM) -> int:
+    """Memory of this machine, or what this process's control groups may have of it."""
+    if sys.platform != "linux":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([*_of_machine(root, "MemTotal"), *(limit for _, _, limit in _limits(root))])
 
 
-def left_in_container(root: Path) -> int | None:
-    """Bytes below the memory limit of the control group that is mounted there (version 2, else 1), caches that can be
-    dropped included; None without a limit."""
-    for folder, limit, used in (
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            allowed, in_use = (folder / limit).read_text().strip(), int((folder / used).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except OSError:
-            continue
-        if allowed == "max":
-            return None
-        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        return max(0, int(allowed) - in_use + droppable)
-    return None
+def _of_machine(root: Path, name: str) -> list[int]:
+    """A line of /proc/meminfo, in bytes; old kernels do not have all of them."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, _Files, int]]:
+    """The folder of each control group that limits this process, with its limit in bytes."""
+    for folder, files in _groups(root):
+        for name in files.limits:
+            with contextlib.suppress(OSError, ValueError):  # not there, as in the topmost group, or "max"
+                yield folder, files, int((folder / name).read_text())
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """This process's control groups of memory, its own first, then those above it as far as they are mounted here.
+
+    A container may see its own group as the topmost one, under a path of the host that leads nowhere here: then the
+    place where it is mounted is that group.
+    """
+    own = dict(_own_paths(root))
+    for mounted, at, version in _mounts(root):
+        path = own.get(version, PurePosixPath("/"))
+        below = path.relative_to(mounted) if path.is_relative_to(mounted) else PurePosixPath()
+        if ".." in below.parts:
+            below = PurePosixPath()
+        for group in (below, *below.parents):
+            yield root / at / group, _OF_VERSION[version]
+
+
+def _own_paths(root: Path) -> Iterator[tuple[str, PurePosixPath]]:
+    """(version, path of this process's group in that hierarchy), of /proc/self/cgroup: `ID:CONTROLLERS:PATH`."""
+    lines = (line.split(":", 2) for line in _lines(root / "proc/self/cgroup") if line)
+    for _, controllers, path in lines:
+        if not controllers:
+            yield "cgroup2", PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            yield "cgroup", PurePosixPath(path)
+
+
+def _mounts(root: Path) -> Iterator[tuple[PurePosixPath, str, str]]:
+    """(group that is mounted, where without the first slash, version), of /proc/self/mountinfo: `ID PARENT DEVICE ROOT
+    PLACE OPTIONS ... - TYPE SOURCE OPTIONS`."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        place, kind = before.split(), after.split()
+        if len(place) > 4 and len(kind) > 2 and kind[0] in _OF_VERSION:
+            if kind[0] == "cgroup2" or "memory" in kind[2].split(","):
+                yield PurePosixPath(place[3]), place[4].lstrip("/"), kind[0]
+
+
+def _lines(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text().splitlines()
+    return []
+
+
+def _number(path: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
+
+
+def _droppable(folder: Path, files: _Files) -> int:
+    """Bytes of caches that can be dropped."""
+    stat = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
+    return int(stat.get(files.droppable, 0))

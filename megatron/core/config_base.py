@@ -27,7 +27,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +49,23 @@ COUNT = Bounds(1, 2**40)
 RANKS = Bounds(1, 2**18)
 LAYERS = Bounds(1, 2**16)
 STAGES = Bounds(1, 2**14)
+BATCH = Bounds(1, 2**31)
 IDS = Bounds(1, 2**30)
 THREADS = Bounds(1, 1024)
 FLOAT = Bounds(0, (2 - 2**-23) * 2.0**127)  # kernels refuse what float32 cannot hold
+FINITE = Bounds(0, sys.float_info.max)
 
 Index = Annotated[int, Bounds(0, 2**40)]  # iterations, samples, intervals, where 0 says never or none
 Ranks = Annotated[int, RANKS]  # more than the largest machine has; groups of all ranks are lists
 Layers = Annotated[int, LAYERS]  # a stage's layers are a list
 Stages = Annotated[int, STAGES]
-Batch = Annotated[int, Bounds(1, 2**31)]
+Batch = Annotated[int, BATCH]
 Size = Annotated[int, Bounds(1, 2**20)]  # of one dimension of a tensor
 Length = Annotated[int, Bounds(1, 2**24)]  # of a sequence, of the MLP's inner dimension
 Ids = Annotated[int, IDS]  # token ids are 32 bits wide, and the vocabulary is padded
 Bytes = Annotated[int, Bounds(1, 2**60)]
 Threads = Annotated[int, THREADS]  # far more than cores end the process where the system refuses a thread
-Finite = Annotated[float, Bounds(0, sys.float_info.max)]  # of what is computed in Python: learning rates
+Finite = Annotated[float, FINITE]  # of what is computed in Python: learning rates
 Share = Annotated[float, Bounds(0, 1)]
 Rate = Annotated[float, Bounds(0, 1, below=True)]
 
@@ -80,6 +82,10 @@ class ArgInfo:
     ours:  True for a flag that Megatron does not have.
     required: no default that could serve; a rule demands it.
     derived: how `resolve` fills the value when it is unset, in words (the default is then None).
+    weights: whether it decides what weights mean, or the setting and its value with which alone it does. A load
+             compares it with the checkpoint's, and --use-checkpoint-args takes the checkpoint's.
+    from_checkpoint: of a setting that is not compared, when --use-checkpoint-args takes it all the same: always, or
+             where it is unset here.
     """
 
     help: str
@@ -90,6 +96,8 @@ class ArgInfo:
     ours: bool = False
     required: bool = False
     derived: str | None = None
+    weights: bool | tuple[str, str | bool] = False
+    from_checkpoint: Literal["always", "unset"] | None = None
 
 
 def arg(default: Any, help: str, **details: Any) -> Any:

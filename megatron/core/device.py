@@ -7,13 +7,15 @@ are written once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import os
 import resource
 import sys
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch import Tensor
 from megatron.core.available_memory import available_bytes
 
 DeviceKind = Literal["cpu", "cuda"]
+MEMORY_HISTORY = 100_000  # allocations that torch remembers, as many as Megatron has it do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,49 @@ class Device:
             kept = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
             return int(free) + kept
         return available_bytes()
+
+    def used_bytes(self) -> int | None:
+        """Of the device's memory, by all processes, as nvidia-smi says; None on CPU."""
+        if self.kind == "cuda":
+            free, total = torch.cuda.mem_get_info(self.index)
+            return int(total - free)
+        return None
+
+    # --- for profilers
+
+    def activities(self) -> list[torch.profiler.ProfilerActivity]:
+        """What torch's profiler records here."""
+        every = torch.profiler.ProfilerActivity
+        return [every.CPU, every.CUDA] if self.kind == "cuda" else [every.CPU]
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """What nsys captures between cudaProfilerStart and cudaProfilerStop, with torch's operations and the shapes of
+        their inputs as ranges of NVTX. Does nothing on CPU."""
+        if self.kind == "cpu":
+            yield
+            return
+        torch.cuda.profiler.start()
+        try:
+            with torch.autograd.profiler.emit_nvtx(record_shapes=True):
+                yield
+        finally:
+            torch.cuda.profiler.stop()
+
+    def nvtx_range(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """A range of what nsys captures. Nothing on CPU."""
+        return torch.cuda.nvtx.range(name) if self.kind == "cuda" else contextlib.nullcontext()
+
+    def record_memory_history(self) -> bool:
+        """From now on torch remembers each allocation on the device. False on CPU, where there is no such history."""
+        if self.kind == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_HISTORY)
+        return self.kind == "cuda"
+
+    def write_memory_snapshot(self, path: str) -> None:
+        """The history so far, in the format of pytorch.org/memory_viz. Raises OSError. Not on CPU."""
+        assert self.kind == "cuda", "a snapshot of no device"
+        torch.cuda.memory._dump_snapshot(path)
 
     def rng_states(self) -> dict[str, Tensor]:
         """The states of torch's default generators, as byte tensors [n]: what a checkpoint keeps."""

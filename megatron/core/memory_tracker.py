@@ -11,8 +11,11 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from megatron.core.words import counted
+
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
 TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
+PLANNED = ("gathered", "grads", "extra")  # of these, that which a plan's operations take and give back
 
 
 class MemoryTracker:
@@ -23,6 +26,7 @@ class MemoryTracker:
         self._by_category: Counter[str] = Counter()
         self._peaks: Counter[str] = Counter()
         self.transient_bytes = self.peak_transient_bytes = 0
+        self._fullest, self._planned_bytes, self._most_planned = Counter[str](), 0, 0
         self.overflows = 0  # acquisitions of the double buffer that took memory beside its slots, as planned
 
     def hold(self, category: str, unit: str, num_bytes: int) -> None:
@@ -33,6 +37,10 @@ class MemoryTracker:
         if category in TRANSIENT:
             self.transient_bytes += num_bytes
             self.peak_transient_bytes = max(self.peak_transient_bytes, self.transient_bytes)
+            if category in PLANNED:
+                self._planned_bytes += num_bytes
+                if self._planned_bytes > self._most_planned:
+                    self._note_fullest()
         else:
             assert category in PERSISTENT, f"category {category!r}; known: {PERSISTENT + TRANSIENT}"
 
@@ -64,6 +72,18 @@ class MemoryTracker:
         """The most bytes of a category at once, since the beginning or `reset_peaks`."""
         return self._peaks[category]
 
+    def begin_step(self) -> None:
+        """`fullest` counts from now on."""
+        self._note_fullest()
+
+    def fullest(self, *categories: str) -> int:
+        """Bytes of these categories at the moment at which a plan's operations held the most, since `begin_step`."""
+        return sum(self._fullest[category] for category in categories)
+
+    def _note_fullest(self) -> None:
+        self._most_planned = self._planned_bytes
+        self._fullest = Counter({category: self._by_category[category] for category in PLANNED})
+
     @property
     def persistent_bytes(self) -> int:
         return sum(self._by_category[category] for category in PERSISTENT)
@@ -82,5 +102,5 @@ class MemoryTracker:
         units = sorted((key, num_bytes) for key, num_bytes in self._live.items() if key[1] and num_bytes)
         out += [f"  {category} {unit}: {num_bytes:,}" for (category, unit), num_bytes in units]
         if self.overflows:
-            out.append(f"double buffer: {self.overflows} times memory beside the slots")
+            out.append(f"double buffer: {counted(self.overflows, 'time')} memory beside the slots")
         return [f"{'category':<14}{'live bytes':>16}{'peak bytes':>16}", *out]

@@ -18,14 +18,21 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from megatron.core.transport.waiting import pause
 
 FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
 PRIVATE_MODE = 0o600
 SHARED_MODE = 0o666  # corpora, indices of them, reports: the umask alone says who may read them
 DEVICES = "/dev"
+SAY_AFTER_S = 5.0  # of waiting for a lock
+# With who fills a cache, and may have been stopped: then what is missing is made without it.
+CACHE_PATIENCE_S = 60.0
 StrPath = str | os.PathLike[str]
 
 _UMASK = os.umask(0o077)  # asked once, before there are threads: asking sets it for a moment
@@ -124,6 +131,14 @@ def read_json(path: StrPath, *, max_bytes: int, follow: bool = False) -> Any:
 # --- writing
 
 
+def _no_device(path: StrPath) -> Path:
+    """Root would replace /dev/null, or what /dev/stdout leads to."""
+    target = Path(path)
+    if os.path.realpath(target.parent) == DEVICES:
+        raise UnsafeFileError(path, "is the place of a device, where no file is made")
+    return target
+
+
 @contextlib.contextmanager
 def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> Iterator[IO[bytes]]:
     """A file that appears under its name only when completely written and durable; after an error it does not.
@@ -131,10 +146,7 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
     mode: its permissions, less the umask, once published. replace: False keeps a file that is there already.
     A link under that name is replaced, not followed. Nothing is made in /dev. Raises OSError.
     """
-    target = Path(path)
-    # Root would replace /dev/null, or what /dev/stdout leads to.
-    if os.path.realpath(target.parent) == DEVICES:
-        raise UnsafeFileError(path, "is the place of a device, where no file is made")
+    target = _no_device(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, PRIVATE_MODE)
@@ -149,8 +161,12 @@ def published(path: StrPath, *, mode: int = FILE_MODE, replace: bool = True) -> 
                 os.link(temporary, target, follow_symlinks=False)
             except FileExistsError:
                 return
-            except OSError:  # a file system without hard links
-                replace = not os.path.lexists(target)
+            except OSError:  # a file system without hard links: who makes the name has it, content follows
+                try:
+                    os.close(os.open(target, flags, PRIVATE_MODE))
+                except FileExistsError:
+                    return
+                replace = True
         if replace:
             os.replace(temporary, target)
     finally:
@@ -162,6 +178,16 @@ def publish_text(path: StrPath, text: str, *, mode: int = FILE_MODE, replace: bo
     """`published` for a text that is there already."""
     with published(path, mode=mode, replace=replace) as file:
         file.write(text.encode())
+
+
+def publish_by(path: StrPath, write: Callable[[str], Any]) -> None:
+    """`published` for a file that other code writes, which wants a path: it gets one in a folder of this process's own.
+    Raises what that code raises, and OSError."""
+    target = _no_device(path)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        made = Path(folder) / target.name  # by whose ending it may choose a format
+        write(str(made))
+        os.replace(made, target)
 
 
 def remove_leftovers(path: StrPath) -> None:
@@ -183,15 +209,19 @@ def open_for_append(path: StrPath, *, mode: int = FILE_MODE) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: StrPath, *, wait: bool = True) -> Iterator[None]:
+def locked(
+    path: StrPath, *, patience_s: float, say: Callable[[str], None] = lambda line: None
+) -> Iterator[None]:
     """Hold the lock file at `path`, which is made if need be; the system frees the lock of a process that dies.
 
-    wait: False raises BlockingIOError where another process holds it. Raises OSError.
+    patience_s: raises BlockingIOError where another process still holds it after so long; 0 waits for nobody. say: gets
+    a line once waiting takes long. Raises OSError, and what `waiting.pause` raises.
     """
+    began = time.monotonic()
     while True:
         fd = _open_checked(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            _lock(fd, path, began, patience_s, say)
             try:
                 is_there = os.path.samestat(os.fstat(fd), os.lstat(path))
             except FileNotFoundError:
@@ -201,6 +231,23 @@ def locked(path: StrPath, *, wait: bool = True) -> Iterator[None]:
                 return
         finally:
             os.close(fd)
+
+
+def _lock(fd: int, path: StrPath, began: float, patience_s: float, say: Callable[[str], None]) -> None:
+    pause_s, is_told = 0.002, False
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited_s = time.monotonic() - began
+            if waited_s >= patience_s:
+                why = "another process holds this lock" + (f" for {waited_s:.0f} s now" if patience_s else "")
+                raise BlockingIOError(errno.EWOULDBLOCK, why, os.fspath(path)) from None
+        if not is_told and waited_s >= SAY_AFTER_S:
+            is_told = True
+            say(f"waiting for {path}, which another process has locked; at most {patience_s:.0f} s")
+        pause(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
 
 
 def sync_directory(path: StrPath) -> None:

@@ -111,6 +111,11 @@ def one_of(*values: Any) -> Check:
     return _rule(expected, lambda one: any(one == value and type(one) is type(value) for value in values))
 
 
+def text_or(words: Check, schema: Schema) -> Check:
+    """Text that passes `words`, or anything else that passes `schema`."""
+    return lambda value, place: check(words if isinstance(value, str) else schema, value, place)
+
+
 def text(pattern: str | None = None, max_chars: int = MAX_CHARS) -> Check:
     """Printable, of bounded length."""
     wanted = re.compile(pattern or ".*", re.DOTALL)

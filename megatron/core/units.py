@@ -3,7 +3,8 @@
 A parameter belongs to the innermost unit around the module that owns it. Where units are derived (`unit_modules`), what
 is outside of every one of them forms units of its own: a run of neighbours in the order of registration (embeddings
 before the layers, norm and head behind them) is one, and what a container or the model itself owns directly is one that
-stays gathered from the model's first operation to its last.
+stays gathered from the model's first operation to its last. Derived units that share a parameter (tied embeddings) are
+one.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def forward_order(chunks: Sequence[nn.Module], units: Sequence[Unit]) -> tuple[i
 def derive_units(chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule]) -> tuple[ModelUnit, ...]:
     """Units for models that declare none: those that match, and what is in none of them. Raises ModelError where a
     class or name matches nothing."""
-    units = tuple(unit for chunk in chunks for unit in _with_rest(chunk, _matched(chunk, unit_modules)))
+    of_chunks = [_with_rest(chunk, _matched(chunk, unit_modules)) for chunk in chunks]
+    units = [unit for of_chunk in of_chunks for unit in of_chunk]
     found = {unit.name for unit in units}
     found |= {cls.__name__ for unit in units for module in unit.modules for cls in type(module).__mro__}
     unmatched = [word for word in map(_spelled, unit_modules) if word not in found]
@@ -116,7 +118,7 @@ def derive_units(chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule]
             f"--fsdp-unit-modules (fsdp_unit_modules) {unmatched}: no module of the model matches; its classes are "
             f"{classes}"
         )
-    return units
+    return tuple(unit for of_chunk in of_chunks for unit in _joined(of_chunk))
 
 
 def whole_unit(chunk: nn.Module) -> ModelUnit:
@@ -210,6 +212,31 @@ def _with_rest(chunk: nn.Module, matched: Mapping[int, ModelUnit]) -> list[Model
     return [whole_unit(chunk), *found] if direct and id(chunk) not in matched else found
 
 
+def _joined(units: Sequence[ModelUnit]) -> list[ModelUnit]:
+    """Those that share a parameter as one unit, at the first one's place. Of a module inside another of the same unit
+    the outer one is named."""
+    joined = list(units)
+    while (pair := _sharing(joined)) is not None:
+        into, other = joined[pair[0]], joined.pop(pair[1])
+        modules = (*into.modules, *other.modules)
+        inside = {id(inner) for one in modules for inner in one.modules() if inner is not one}
+        outer = [one for one in modules if id(one) not in inside]
+        joined[pair[0]] = _unit_of(f"{into.name}+{other.name}", *outer)
+    return joined
+
+
+def _sharing(units: Sequence[ModelUnit]) -> tuple[int, int] | None:
+    """Places of two units that own one parameter."""
+    parts = {id(module) for unit in units for module in unit.modules}
+    owner: dict[int, int] = {}
+    for place, unit in enumerate(units):
+        for module in (own for one in unit.modules for own in owning_modules(one, parts)):
+            for parameter in module.parameters(recurse=False):
+                if owner.setdefault(id(parameter), place) != place:
+                    return owner[id(parameter)], place
+    return None
+
+
 def _owners(
     chunks: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter], declared: Sequence[ModelUnit]
 ) -> dict[str, int]:
@@ -227,8 +254,7 @@ def _owners(
                     if other != place:
                         raise ModelError(
                             f"parameter {name!r} is shared by the units {declared[other].name!r} and "
-                            f"{declared[place].name!r}: declare them as one, with a tuple of the modules' names in "
-                            "fsdp_unit_modules"
+                            f"{declared[place].name!r}: declare them as one, in units() of the model"
                         )
         all_owners = owners | all_owners
     return all_owners

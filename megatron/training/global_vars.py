@@ -25,21 +25,26 @@ _NAMES = frozenset(
 )
 
 
-def set_global_variables(args: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+def publish(args: Mapping[str, Any], *, rank: int, world_size: int) -> None:
     """Publish the configuration; `pretrain` calls it once, before any provider runs.
 
     args: `Config.flat()` with the user's extra flags; becomes the namespace of `get_args()`.
     """
     told = "global variables are already set: call unset_global_variables() between two runs"
     assert "args" not in _GLOBALS, told
-    place = {"rank": rank, "world_size": world_size}
-    _GLOBALS.update(place, args=SimpleNamespace(**{**args, **place}))
+    set_args(SimpleNamespace(**{**args, "rank": rank, "world_size": world_size}))
+
+
+def set_args(args: Any) -> None:
+    """What `get_args()` gives from now on, in place of what it gave."""
+    place = {name: one for name, one in vars(args).items() if name in ("rank", "world_size")}
+    _GLOBALS.update(place, args=args)
 
 
 def set_progress(**counters: int) -> None:
     """Publish how far the run is in `get_args()`, as Megatron does: iteration, curr_iteration,
     consumed_train_samples, consumed_valid_samples."""
-    assert "args" in _GLOBALS, "progress before set_global_variables()"
+    assert "args" in _GLOBALS, "progress before publish()"
     vars(_GLOBALS["args"]).update(counters)
 
 
@@ -62,8 +67,8 @@ def _getter(name: str, what: str, missing: str = "made it") -> Callable[[], Any]
     def get() -> Any:
         if name not in _GLOBALS:
             raise NotInitializedError(
-                f"get_{name}() was called before pretrain() had {missing}: call it inside a provider or the forward "
-                "step, not while the script is imported"
+                f"get_{name}() was called before initialize_megatron() or pretrain() had {missing}: call it after the "
+                "first, inside a provider or inside the forward step, not while the script is imported"
             )
         return _GLOBALS[name]
 

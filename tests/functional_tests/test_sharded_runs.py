@@ -282,9 +282,9 @@ def test_units_that_the_model_does_not_have(tmp_path):
         (1, f"{ZERO3} --fsdp-double-buffer", {"gathers-without-effect": "one data parallel rank has nobody to share"}),
         # All reasons at once.
         (4, f"{ZERO2} --pipeline-model-parallel-size 2 --fsdp-memory-budget 5 --outer-dp-sharding-strategy optim "
-            "--fsdp-reshard-policy backward --suggested-communication-unit-size -5 --use-nccl-ub --fsdp-debug "
+            "--fsdp-reshard-policy backward --suggested-communication-unit-size -5 --fp8-e4m3 --fsdp-debug "
             "--fsdp-double-buffer",
-         {"not-supported": "--use-nccl-ub is not supported",
+         {"not-supported": "--fp8-e4m3 is not supported",
           "range-suggested-communication-unit-size": "must be at least 0",
           "reshard-policy-stages": "--fsdp-reshard-policy backward with --pipeline-model-parallel-size 2",
           "double-buffer-stages": "units do not take two slots in turns",

@@ -36,6 +36,25 @@ def test_gpu_run_follows_the_cpu_run(tmp_path):
         assert loss(on_gpu[iteration]) == pytest.approx(loss(on_cpu[iteration]), rel=1e-4), iteration
 
 
+def test_the_gpus_work_and_memory_are_profiled(tmp_path):
+    window = (
+        "--train-iters 4 --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 3".split()
+    )
+    memory = "--record-memory-history --log-memory-interval 2 --log-device-memory-used".split()
+    output = ok(run([*TINY, *window, *memory], cwd=tmp_path, timeout_s=120)).output
+    (trace,) = tmp_path.glob("runs/*/profile/rank-0-iterations-2-to-3.pt.trace.json")
+    assert '"cat": "kernel"' in trace.read_text()
+    assert next(tmp_path.glob("runs/*/snapshot.pickle")).stat().st_size > 0
+    assert "| total device memory used: " in output
+    ok(
+        run(
+            [*TINY, *window[:3], "--profile-step-start", "1", "--profile-step-end", "3"],
+            cwd=tmp_path,
+            timeout_s=120,
+        )
+    )
+
+
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
 def test_gpu_resume_is_bit_for_bit(tmp_path, precision):
     flags = [*TINY, "--eval-iters", "0", precision, "--save-interval", "5", "--deterministic-mode"]

@@ -65,7 +65,8 @@ def on_terminal(
 
 
 def seen(written: str) -> list[str]:
-    """The lines on a screen that is high and wide enough."""
+    """The lines on a screen that is high and wide enough, without their colours."""
+    written = re.sub(r"\x1b\[\d*m", "", written)
     lines, row, column, place = [""], 0, 0, 0
     for control in [*_CONTROL.finditer(written), None]:
         text = written[place : control.start() if control else len(written)]

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from megatron.core.words import brief, plain
 from tools.drawing.page import (
     COLOURS,
     LETTER,
@@ -92,15 +93,11 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """Short and exact: 0, 0.002, 1.5e-05, 12.5k, 3M."""
-    size = abs(value)
-    for limit, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if 1e15 > size >= limit:
-            return f"{value / unit:.6g}{suffix}"
-    if 0 < size < 1e-3 or size >= 1e15:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.6g}"
+    """Short and exact: 0, 0.002, 12.5k, 3M; on axes over so many powers of ten that letters end, 1e-9."""
+    if not value or 1e-6 <= abs(value) < 1e15:
+        return brief(value, 6)
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def line_chart(
@@ -140,7 +137,7 @@ def line_chart(
     drawn = sorted(zip(series, numbers, strict=True), key=lambda pair: not pair[0].pale)  # pale ones behind
     curves = (axes.curve(s, number, x_name if hover else None) for s, number in drawn)
     plot = "".join([grid, axes.marks(marks), *curves])
-    return Picture(title, labels, plot, TOP + height + AXIS, tuple(keys), note=note)
+    return Picture(title, labels, plot, TOP + height + AXIS, tuple(keys), note=note, axes=axes.facts)
 
 
 def _is_drawable(value: float, log_y: bool) -> bool:
@@ -165,6 +162,12 @@ class _Axes:
             low, high = low - pad, high + pad
         self._y_ticks = log_ticks(low, high) if log_y else nice_ticks(low, high)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """As zoom.js reads them."""
+        ends = f"{self._y_ticks[0]!r} {self._bottom} {self._y_ticks[-1]!r} {TOP} {int(self._log_y)}"
+        return {"data_x": f"{self._low!r} {self._low + self._span!r}", "data_y": ends}
+
     def share(self, x: float) -> float:
         """Of the width, from the left."""
         return (x - self._low) / self._span
@@ -172,7 +175,7 @@ class _Axes:
     def y(self, value: float) -> float:
         values = self._y_ticks[0], self._y_ticks[-1], value
         low, high, at = map(math.log10, values) if self._log_y else values
-        return round(self._bottom - (at - low) / (high - low) * (self._bottom - TOP), 1)
+        return round(self._bottom - (at - low) / (high - low) * (self._bottom - TOP), 2)
 
     def grid(self, x_name: str) -> tuple[str, str]:
         """Labels of the vertical axis; lines and the horizontal axis."""
@@ -180,7 +183,7 @@ class _Axes:
         for tick in self._y_ticks:
             y = self.y(tick)
             labels.append(text(tick_text(tick), 45, y + 4, text_anchor="end"))
-            lines.append(element("line", class_="grid", x1="0%", x2="100%", y1=y, y2=y))
+            lines.append(element("line", class_="grid tick", x1="0%", x2="100%", y1=y, y2=y))
         ticks = nice_ticks(self._low, self._low + self._span, 6)
         ticks = [t for t in ticks if self._low <= t <= self._low + self._span]
         if x_name == "iteration":
@@ -231,6 +234,6 @@ class _Axes:
         name = html.escape(series.name)
         targets = [] if hover is None else [*kept[: -1 : max(1, math.ceil(len(kept) / MAX_HOVER))], kept[-1]]
         for x, y in targets:
-            title = element("title", f"{hover} {x:.15g}: {name} {y:.6g}")
+            title = element("title", f"{hover} {plain(x, 6)}: {name} {plain(y, 6)}")
             parts.append(element("circle", title, class_="hit", cx=percent(self.share(x)), cy=self.y(y), r=5))
         return element("g", *parts, class_=f"{'p' if series.pale else 's'}{colour}{' broad' * series.broad}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from tools.drawing.page import (
 )
 
 WIDEST = 1040  # pixels: a plot is at most this wide for the text of its shortest box
-_DIGIT = 5.7  # pixels, in a box
+_DIGIT, _AROUND = 6.4, 4  # pixels of a digit in a box, and beside its number
+_THIN = 4  # pixels: a line around a narrower box would cover it
 
 Share = Callable[[float], float]  # of the width, from the left, where a time is
 Drawn = tuple[str, str, str]  # labels, stretched paths, texts
@@ -51,19 +53,25 @@ class Lane:
 
     def draw(self, y: float, share: Share, width: float) -> Drawn:
         """width: of the plot where it is narrowest, in pixels."""
-        titled, plain, said = [], defaultdict[str, list[str]](list), []
+        titled, plain, said = [], defaultdict[tuple[str, str | None], list[str]](list), []
         for box in [*self.gaps, *self.boxes]:
             left, right = round(WIDE * share(box.start)), round(WIDE * share(box.end))
             path = f"M{left} {y:g}H{max(right, left + 1)}V{y + self.height:g}H{left}z"
+            room = width * share(box.end - box.start)
+            stroke = "none" if room < _THIN else None
             if box.title:
-                titled.append(element("path", element("title", box.title), fill=box.colour, d=path))
+                title = element("title", box.title)
+                titled.append(element("path", title, fill=box.colour, stroke=stroke, d=path))
             else:
-                plain[box.colour].append(path)
-            if box.text and width * share(box.end - box.start) >= _DIGIT * len(box.text) + 2:
+                plain[box.colour, stroke].append(path)
+            if box.text and room >= _DIGIT * len(box.text) + _AROUND:
                 style = ' class="gap"' if box.colour.startswith("var(") else ""
                 x, middle = percent(share((box.start + box.end) / 2)), y + self.height / 2 + 3.5
                 said.append(f'<text x="{x}" y="{middle:g}"{style}>{box.text}</text>')
-        behind = (element("path", fill=colour, d="".join(paths)) for colour, paths in plain.items())
+        behind = (
+            element("path", fill=colour, stroke=stroke, d="".join(paths))
+            for (colour, stroke), paths in plain.items()
+        )
         heading = text(self.heading, "0%", y + self.height - 6, class_="title") if self.heading else ""
         label = text(self.label, 0, y + self.height / 2 + 4)
         boxes = element("g", *behind, *titled, class_="bars")
@@ -159,8 +167,10 @@ def lanes(
     """Strips under one another on one axis of time from 0 to `span`, wide enough for texts of the shortest boxes."""
     span = span or 1.0
     boxes = [box for strip in strips if isinstance(strip, Lane) for box in strip.boxes if box.end > box.start]
-    needs = max((span * (_DIGIT * len(box.text) + 5) / (box.end - box.start) for box in boxes), default=0.0)
-    least = round(min(max(needs, NARROWEST), WIDEST))
+    needs = max(
+        (span * (_DIGIT * len(box.text) + _AROUND) / (box.end - box.start) for box in boxes), default=0.0
+    )
+    least = math.ceil(min(max(needs, NARROWEST), WIDEST))
     drawn: list[Drawn] = []
     y = 2.0
     for strip in strips:
@@ -168,7 +178,10 @@ def lanes(
         y += strip.height + (8 if isinstance(strip, Stack) else 3)
     labels, paths, texts = map("".join, zip(*drawn, strict=True))
     ticks = [(at / span, tick_text(at)) for at in nice_ticks(0, span, 9) if at <= span * (1 + 1e-9)]
-    grid = (element("line", class_="grid", x1=percent(at), x2=percent(at), y1=0, y2=y) for at, _ in ticks)
+    grid = (
+        element("line", class_="grid tick", x1=percent(at), x2=percent(at), y1=0, y2=y) for at, _ in ticks
+    )
     plot = "".join(grid) + stretched(y, paths) + texts + x_axis(ticks, y, time_name, left=True)
     label_width = 14 + round(LETTER * max(len(strip.label) for strip in strips))
-    return Picture(title, labels, plot, round(y + 36), tuple(keys), label_width, least, note)
+    reach = {"data_x": f"0 {span!r}"}
+    return Picture(title, labels, plot, round(y + 36), tuple(keys), label_width, least, note, reach)

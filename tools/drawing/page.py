@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron.core.safe_files import read_text
 
-PLOT_STYLE, _PAGE_STYLE = (
+PLOT_STYLE, _PAGE_STYLE, _ZOOM = (
     read_text(Path(__file__).with_name(name), max_bytes=1 << 16, follow=True)
-    for name in ("plot.css", "page.css")
+    for name in ("plot.css", "page.css", "zoom.js")
 )
+ZOOM = f"<script>//<![CDATA[\n{_ZOOM}//]]></script>"  # optional: without it a page shows the same, as a whole
 WIDE = 10_000  # units of x across a plot, of paths that stretch with it
 LETTER = 6.3  # pixels of a letter or digit, about
 NARROWEST = 280  # pixels of a plot, on a phone
 COLOURS = 6  # of curves
+_LONG = 200  # characters: a longer note is folded on a page
+# What the contents list names: headings, and what can be folded, without what is counted in it.
+_PART = re.compile(r'<(?:h2|details) id="(?P<anchor>[^"]+)"[^>]*>(?:<summary>)?(?P<title>[^<(]+?)(?= ?[<(])')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Picture:
     wide as the screen without a script, and letters keep their size.
 
     labels, plot: markup; a plot of "" says that there is nothing to draw. height, label_width, least_width: in pixels;
-    where the plot would be narrower than its least width, it scrolls. note: sentences below.
+    where the plot would be narrower than its least width, it scrolls. note: sentences below. axes: what the page's
+    script knows of the plot's axes, as zoom.js says.
     """
 
     title: str
@@ -48,6 +54,7 @@ class Picture:
     label_width: int = 52
     least_width: int = 0
     note: str = ""
+    axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def figure(self, *, wide: bool = False) -> str:
         """A `<figure>` of a page. wide: as wide as the page."""
@@ -57,12 +64,21 @@ class Picture:
             least = f"min-width:{self.least_width}px" if self.least_width else None
             named = {"role": "img", "aria_label": self.title}
             plot = element(
-                "svg", self.plot, class_="plot", width="100%", height=self.height, style=least, **named
+                "svg",
+                self.plot,
+                class_="plot",
+                width="100%",
+                height=self.height,
+                style=least,
+                **named,
+                **self.axes,
             )
             drawn = element(
                 "div", left, element("div", plot, class_="scroll" if least else None), class_="drawn"
             )
         note = element("p", html.escape(self.note), class_="note") if self.note else ""
+        if len(self.note) > _LONG:
+            note = element("details", element("summary", "What it shows"), note)
         needs = f"--needs:{self.label_width + self.least_width + 8}px"
         hint = "The picture goes on to the right: scroll it."
         scrolls = element("i", hint, style=needs) if self.least_width else ""
@@ -152,27 +168,48 @@ def x_axis(ticks: Iterable[tuple[float, str]], y: float, name: str, *, left: boo
     parts = [element("line", class_="axis", x1="0%", x2="100%", y1=y, y2=y)]
     for share, words in ticks:
         x, anchor = percent(share), "start" if share < 0.01 else "end" if share > 0.99 else "middle"
-        parts.append(element("line", class_="axis", x1=x, x2=x, y1=y, y2=y + 4))
-        parts.append(text(words, x, y + 16, text_anchor=anchor))
+        parts.append(element("line", class_="axis tick", x1=x, x2=x, y1=y, y2=y + 4))
+        parts.append(text(words, x, y + 16, text_anchor=anchor, class_="tick"))
     where = ("0%", "start") if left else ("50%", "middle")
-    parts.append(text(name, where[0], y + 31, text_anchor=where[1]))
+    parts.append(text(name, where[0], y + 31, text_anchor=where[1], class_="whole"))
     return "".join(parts)
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A whole page in this style. body: markup; empty parts are left out."""
+    """A whole page in this style, with a contents list behind its header. body: markup; empty parts are left out."""
     head = (
         '<meta charset="utf-8"/>\n<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
         f"<title>{html.escape(title)}</title>\n<style>{PLOT_STYLE}{_PAGE_STYLE}</style>"
     )
     inside = "\n".join(filter(None, body))
+    parts = [*_PART.finditer(inside)]
+    if len(parts) > 2:
+        links = (element("a", part["title"], href=f"#{part['anchor']}") for part in parts)
+        head_of_page, end, rest = inside.partition("</header>")
+        inside = head_of_page + end + element("nav", *links, aria_label="Contents") + rest
+    if "data-x=" in inside:
+        inside += ZOOM
     return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{inside}\n</body>\n</html>\n'
+
+
+def heading(title: str) -> str:
+    """Of a part, which the contents list names."""
+    return element("h2", html.escape(title), id=_anchor(title))
+
+
+def _anchor(title: str) -> str:
+    """Of a heading, without what is counted in it."""
+    return re.sub(r"[^\w.]+", "-", title.partition(" (")[0].lower()).strip("-")
 
 
 def fold(title: str, *content: str, is_open: bool = False) -> str:
     """A part of a page that can be folded. content: markup."""
     return element(
-        "details", element("summary", html.escape(title)), *content, open="open" if is_open else None
+        "details",
+        element("summary", html.escape(title)),
+        *content,
+        id=_anchor(title),
+        open="open" if is_open else None,
     )
 
 

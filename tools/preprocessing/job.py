@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatron.core import safe_files
 from megatron.core.datasets.checksums import check_corpus, checksums_path, require_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.indexed_dataset import IndexedDataset, data_path, index_path, token_dtype
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset, data_path, index_path, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.tokenizers.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
 from tools.preprocessing.sources import Source, TextChunk, plan_chunks, read_documents
@@ -124,7 +124,7 @@ def _parts_folder(job: Job, tokenizer: Tokenizer) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(safe_files.locked(lock, wait=False))
+            stack.enter_context(safe_files.locked(lock, patience_s=0))
         except BlockingIOError:
             raise DataError(f"--output-prefix {job.output_prefix}: another run is writing there") from None
         _tidy(job, json.dumps(description))

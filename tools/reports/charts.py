@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.safe_files import read_text
+from megatron.core.words import unit_of_bytes
 from tools.drawing.charts import LARGEST, Mark, Points, Series, line_chart
 from tools.drawing.page import COLOURS, Key, Picture
 from tools.reports.run_record import HELD_OUT, RunRecord, layout
@@ -56,10 +57,7 @@ def units_of(runs: Runs) -> dict[str, tuple[float, str]]:
         curves = ((run, tag) for _, run in runs for tag in run.curves if re.fullmatch(pattern, tag))
         return max((max(run.finite(tag), default=0.0) for run, tag in curves), default=0.0)
 
-    most = largest(".*-bytes")
-    size, name = next(
-        (one for one in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= one[0]), (1, "bytes")
-    )
+    size, name = unit_of_bytes(largest(".*-bytes"))
     rate = (1, "TFLOP/s") if largest("throughput") >= 1 else (1e3, "GFLOP/s")
     return {"bytes": (1 / size, name), "FLOP/s": rate, "share": (100, "% of a step")}
 

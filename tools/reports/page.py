@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import safe_files
+from megatron.core.words import brief, counted, duration, plain, share_text
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
 from megatron.training.report.metrics import perplexity
-from megatron.training.report.progress import format_duration
 from tools.drawing import page as drawing
-from tools.drawing.charts import tick_text
 from tools.drawing.page import Picture, element
 from tools.reports.charts import PIPELINE, Runs, loss_chart, sections, words_of
 from tools.reports.run_record import RunRecord, layout, read_run
@@ -91,13 +90,13 @@ def written(out_path: str | Path, content: str) -> Path:
 
 def charts(runs: Runs, pipeline: Picture | None = None, more: Sequence[Picture] = ()) -> str:
     """Charts by subject. more: of losses. pipeline: a timeline."""
-    parts = [element("h2", "Loss"), loss_chart(runs).figure(wide=True), *(chart.figure() for chart in more)]
+    parts = [drawing.heading("Loss"), loss_chart(runs).figure(wide=True), *(chart.figure() for chart in more)]
     for subject, drawn in sections(runs):
         last = [pipeline.figure(wide=True)] if subject == PIPELINE and pipeline is not None else []
         if drawn or last:
             odd = drawn[-1:] if len(drawn) % 2 else []  # leaves no hole where there are two columns
             figures = (chart.figure(wide=chart in odd) for chart in drawn)
-            parts += [element("h2", subject), *figures, *last]
+            parts += [drawing.heading(subject), *figures, *last]
     return element("main", *parts, class_="charts")
 
 
@@ -108,27 +107,26 @@ def totals(run: RunRecord) -> list[tuple[str, str, str]]:
         if values := run.finite(loss):
             mean, first, last = run.last_mean(loss)
             over = f"mean of iterations {first:,} to {last:,}" if first < last else f"iteration {last:,}"
-            share = f"; {100 * mean / values[0]:.0f}% of the first, {values[0]:.4g}" if values[0] else ""
-            made.append((f"final {words_of(loss)}", f"{mean:.4g}", over + share))
+            part = values[0] and f"; {share_text(mean / values[0], 0)} of the first, {plain(values[0])}"
+            made.append((f"final {words_of(loss)}", plain(mean), over + (part or "")))
     for loss in run.validation_losses[:1]:
         if values := run.finite(loss):
-            made.append(
-                (f"last {words_of(loss)}", f"{values[-1]:.4g}", f"perplexity {perplexity(values[-1]):.4g}")
-            )
+            ended = plain(values[-1]), f"perplexity {plain(perplexity(values[-1]))}"
+            made.append((f"last {words_of(loss)}", *ended))
     if speed := run.finite("tokens-per-second"):
-        made.append(("tokens/s", f"{statistics.median(speed):,.0f}", f"median; best {max(speed):,.0f}"))
+        made.append(("tokens/s", plain(statistics.median(speed)), f"median; best {plain(max(speed))}"))
     if math.isfinite(run.last_time - run.first_time):
         steps = run.seconds()
-        note = f"in steps {format_duration(steps[-1][1])}" if steps and steps[-1][1] < 1e12 else ""
-        starts = f"{len(run.starts)} starts" if len(run.starts) > 1 else ""
-        wall = format_duration(run.last_time - run.first_time)
+        note = f"in steps {duration(steps[-1][1])}" if steps and steps[-1][1] < 1e12 else ""
+        starts = counted(len(run.starts), "start") if len(run.starts) > 1 else ""
+        wall = duration(run.last_time - run.first_time)
         made.append(("wall time", wall, ", ".join(filter(None, (note, starts)))))
-    samples = f"{run.consumed_samples:,} samples"
+    samples = counted(run.consumed_samples, "sample")
     made.append(("iterations", f"{run.last_iteration:,}", samples if run.tokens is None else ""))
     if run.tokens is not None:
-        made.append(("tokens", tick_text(float(f"{run.tokens:.4g}")), samples))
+        made.append(("tokens", brief(run.tokens), samples))
     if run.parameters is not None:
-        made.append(("parameters", tick_text(float(f"{run.parameters:.4g}")), f"{run.parameters:,}"))
+        made.append(("parameters", brief(run.parameters), f"{run.parameters:,}"))
     if run.starts and type(ranks := run.starts[-1].get("world_size")) is int:
         made.append(("ranks", f"{ranks:,}", run.layouts))
     return made
@@ -173,7 +171,7 @@ def _history(run: RunRecord) -> str:
     left_out = len(rows) - MAX_EVENTS
     note = f"<p>the {left_out} events before are left out</p>" if left_out > 0 else ""
     shown = drawing.table(rows[-MAX_EVENTS:], ("time", "event", "iteration", "what"))
-    return drawing.fold(f"What happened ({len(rows)} events)", note, shown)
+    return drawing.fold(f"What happened ({counted(len(rows), 'event')})", note, shown)
 
 
 def _settings(title: str, values: Mapping[str, Any], *, is_open: bool = False) -> str:
@@ -192,7 +190,7 @@ def _short(value: Any) -> str:
     """Of an event: numbers by four digits, the beginning of a digest."""
     if isinstance(value, list | tuple):
         return ", ".join(map(_short, value))
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = plain(value) if isinstance(value, float) else str(value)
     return text[:12] if re.fullmatch("[0-9a-f]{64}", text) else _cut(text)
 
 

@@ -34,8 +34,7 @@ def measured_step(timeline: Path) -> Picture:
     """The last measured step below the plan, and what that moves and holds over time. timeline: the folder of
     --log-pipeline-timeline. Raises PlanError for what is no timeline."""
     step = overlay.chosen_step(timeline, None)
-    means = overlay.mean_times(step.plan, step.spans)
-    costs = overlay.in_bytes(overlay.measured_costs(step.plan, means), step)
+    costs = overlay.in_bytes(overlay.measured_costs(overlay.figures_of_ranks(step), step.plan), step)
     planned = simulate(step.plan, costs, step.lanes)
     measured = overlay.measured_simulation(step.plan, step.spans, costs)
     unit = "bytes" if step.lanes is not None else "a microbatch's activations in all stages of a rank"
@@ -43,7 +42,7 @@ def measured_step(timeline: Path) -> Picture:
     made = plan_picture(
         planned, measured, held=curves, small=step.plan.num_ops > MOST_BOXES, time_name="seconds"
     )
-    title = f"The step of iteration {step.iteration}, as planned from mean times and as measured"
+    title = f"The step of iteration {step.iteration}, as planned from median times and as measured"
     of_the_run = ", ".join(map(str, step.pipeline))
     same = step.pipeline == tuple(range(len(step.pipeline)))
     where = "" if same else f"Lanes are pipeline ranks; these are ranks {of_the_run} of the run. "

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.words import scaled, time_text
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -71,9 +72,11 @@ def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:
     seconds = dataclasses.replace(spec.costs, **times, comm=unit * spec.costs.comm)
     lanes = spec.with_lanes(LaneCosts(bandwidth=budget.bytes_per_s))
     walks = verify_residency(plan, spec.stages_units, spec.residency, spec.costs)
-    head = f"{budget.flops / 1e12:g} TFLOP/s and {budget.bytes_per_s / 1e9:g} GB/s to data parallel peers: "
+    head = (
+        f"{scaled(budget.flops, 'FLOP/s')} and {scaled(budget.bytes_per_s, 'B/s')} to data parallel peers: "
+    )
     shown = Shown(simulate(plan, seconds, lanes), spec.residency, spec.stages_units, walks, "bytes")
-    return named(spec), shown, [f"{head}F of a layer takes {1e3 * unit:.4g} ms", *spec.reasons]
+    return named(spec), shown, [f"{head}F of a layer takes {time_text(unit)}", *spec.reasons]
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.command import program
-from megatron.core.model_parallel_config import bytes_of
+from megatron.core.parallelism_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep
@@ -21,26 +21,28 @@ from megatron.core.pipeline_parallel.plan.residency import POLICIES
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.sharding_table import STRATEGIES
+from megatron.core.words import plain
 from tools.commands import as_called
 from tools.schedules.held_over_time import size_of
 
 ALL = "all"
-SHORTEST_MAKESPAN, LONGEST_MAKESPAN = 1e-300, 1e300
+# Beyond these a float's range leaves no room for sums, and for scaling them to columns, pixels or microseconds.
+SMALLEST, LARGEST = 1e-150, 1e150
 
 
 def numbers(text: str) -> list[float]:
     """`1.5` or `1,2,1`, each finite, 0 or more (T_W = 0 is a case of interest)."""
-    values = [float(word) for word in text.split(",")]
-    if not all(0 <= value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
-    return values
+    return [at_least_0(word, text) for word in text.split(",")]
 
 
-def at_least_0(text: str) -> float:
-    """A finite number, 0 or more."""
-    value = float(text)
+def at_least_0(word: str, text: str = "") -> float:
+    """A finite number, 0 or more, that is not absurd. text: the flag's whole."""
+    value = float(word)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be finite and at least 0")
+        raise argparse.ArgumentTypeError(f"{text or word}: must be finite and at least 0")
+    if value and not SMALLEST <= value <= LARGEST:
+        limits = f"must be 0, or from {SMALLEST:g} to {LARGEST:g}"
+        raise argparse.ArgumentTypeError(f"{text or word}: {limits}: give it in another unit")
     return value
 
 
@@ -221,12 +223,8 @@ def request_of(args: argparse.Namespace, name: str, *, several: bool = False) ->
 
 def drawable(simulation: Simulation) -> Simulation:
     """Raises PlanError for times that cannot be drawn."""
-    # Beyond these a float's range leaves no room to scale times to columns, pixels or microseconds.
-    if not SHORTEST_MAKESPAN <= simulation.makespan <= LONGEST_MAKESPAN:
-        raise PlanError(
-            f"makespan {simulation.makespan:g} is outside {SHORTEST_MAKESPAN:g} to {LONGEST_MAKESPAN:g}: "
-            "give --time-f, --time-b, --time-w and --time-comm in another unit"
-        )
+    if not simulation.makespan > 0:
+        raise PlanError("all of --time-f, --time-b, --time-w and --time-comm are 0: nothing takes time")
     return simulation
 
 
@@ -238,8 +236,9 @@ def fitting(simulation: Simulation, limits: tuple[float, ...] | None) -> Simulat
         searched = sorted(name for name, row in SCHEDULES.items() if row.searched)
         fix = "" if simulation.plan.schedule in searched else f"{', '.join(searched)} keep to a limit; "
         raise PlanError(
-            f"{simulation.plan.schedule} needs {peak:g} activations on rank {rank}, more than --memory-limit "
-            f"{limits[rank]:g}: {fix}--schedule {AUTO} takes the fastest that does, or give {peak:g} or more"
+            f"{simulation.plan.schedule} needs {plain(peak)} activations on rank {rank}, more than --memory-limit "
+            f"{plain(limits[rank])}: {fix}--schedule {AUTO} takes the fastest that does, or give {plain(peak, 6)} or "
+            "more"
         )
     return simulation
 

@@ -7,7 +7,7 @@ from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Plan, op_text, partner_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import execute
-from megatron.core.words import counted, size_text
+from megatron.core.words import counted, plain, share_text, size_text
 
 Bar = tuple[float, float, int, str]  # start, end, place in the row, text
 Moments = list[tuple[float, Held]]  # from each of these times on
@@ -18,9 +18,13 @@ def summary(simulation: Simulation, *, held: bool = True) -> str:
     plan = simulation.plan
     most = activation_text(simulation, max(simulation.peak_activation))
     return (
-        f"{plan.schedule}: {size_of(plan)}, step time {simulation.cost:g}"
-        + (f" (longest rank), makespan {simulation.makespan:g} (all ranks)" if ends_apart(simulation) else "")
-        + f", bubble {simulation.bubble_time:g} ({simulation.bubble_rate:.2%})"
+        f"{plan.schedule}: {size_of(plan)}, step time {plain(simulation.cost, 5)}"
+        + (
+            f" (longest rank), makespan {plain(simulation.makespan, 5)} (all ranks)"
+            if ends_apart(simulation)
+            else ""
+        )
+        + f", bubble {plain(simulation.bubble_time, 5)} ({share_text(simulation.bubble_rate, 2)})"
         + (f", peak activation {most}" if held else "")
     )
 
@@ -28,7 +32,7 @@ def summary(simulation: Simulation, *, held: bool = True) -> str:
 def size_of(plan: Plan) -> str:
     """`4 ranks x 2 chunks, 8 microbatches`"""
     ranks, chunks = counted(plan.placement.num_ranks, "rank"), counted(plan.placement.num_chunks, "chunk")
-    return f"{ranks} x {chunks}, {counted(plan.num_microbatches, 'microbatch', 'microbatches')}"
+    return f"{ranks} x {chunks}, {counted(plan.num_microbatches, 'microbatch')}"
 
 
 def ends_apart(simulation: Simulation) -> bool:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import (
-    BW,
-    IS_COMPUTE,
-    IS_DATA_PARALLEL,
-    B,
-    F,
-    Kind,
-    Plan,
-    PlanError,
-    W,
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL, Kind, Plan, PlanError
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
+    Figures,
+    RankStep,
+    Times,
+    costs_of,
+    figures_of,
+    slowest_pipeline,
 )
-from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Times, busy_times, cost_model
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep, OpTimes, read_timeline
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 
+NS_PER_S = 1e9
 Spans = Sequence[Sequence[OpTimes]]  # by pipeline rank and place in its row
 
 
 def chosen_step(directory: Path, iteration: int | None) -> MeasuredStep:
-    """A step of a timeline's first pipeline, the last one of training unless an iteration is asked for.
+    """A step of a timeline, the last one of training unless an iteration is asked for; of several pipelines that of the
+    one that took the longest, whose bubbles the log says.
 
     Raises PlanError for what is no timeline, and for an iteration that it does not have.
     """
@@ -46,30 +45,34 @@ def chosen_step(directory: Path, iteration: int | None) -> MeasuredStep:
         raise PlanError(
             f"--iteration {wanted}: {directory} has {len(there)} iterations from {there[0]} to {there[-1]}, not this"
         )
-    return min((step for step in steps if step.iteration == wanted), key=lambda step: step.pipeline)
+    alike = {step.pipeline: step for step in steps if step.iteration == wanted}
+    slowest = slowest_pipeline([one for step in alike.values() for one in figures_of_ranks(step)])
+    return alike[tuple(slowest[0]["pipeline"])]
 
 
-def mean_times(plan: Plan, spans: Spans) -> dict[Kind, Times]:
+def figures_of_ranks(step: MeasuredStep) -> list[Figures]:
+    """What the ranks of the run tell each other of the step."""
+    links = step.link_ns or (0,) * len(step.spans)
+    return [
+        figures_of([RankStep(step.iteration, step.plan, rank, spans)], step.pipeline, link_ns=link)
+        for rank, (spans, link) in enumerate(zip(step.spans, links, strict=True))
+    ]
+
+
+def median_times(figures: Sequence[Figures], num_stages: int) -> dict[Kind, Times]:
     """Seconds of one computation, by kind and global stage; None where a plan has no such computation."""
-    means = {
-        key: sum(times) / len(times)
-        for row, here in zip(plan.rows, spans, strict=True)
-        for key, times in busy_times(row, here).items()
-    }
-    stages = range(plan.placement.num_stages)
-    kinds = sorted({kind for kind, _ in means})
-    return {Kind(kind): tuple(means.get((kind, stage)) for stage in stages) for kind in kinds}
+    medians = {(kind, stage): ns / NS_PER_S for one in figures for kind, stage, ns in one["times"]}
+    kinds = sorted({kind for kind, _ in medians})
+    return {Kind(kind): tuple(medians.get((kind, stage)) for stage in range(num_stages)) for kind in kinds}
 
 
-def measured_costs(plan: Plan, means: Mapping[Kind, Times], comm_s: float = 0.0) -> CostModel:
-    """Mean times as the cost model of a simulation, in seconds; each activation is a chunk's part of a rank's.
-
-    Where a stage has only BWs, B and W are given their parts of one (`divide_backwards`), which changes no prediction.
+def measured_costs(figures: Sequence[Figures], plan: Plan, comm_s: float | None = None) -> CostModel:
+    """Costs as the run itself solves its schedule again by, in seconds; each activation is a chunk's part of a rank's.
+    comm_s: of a message, None: as measured.
     """
-    nothing = [None] * plan.placement.num_stages
-    f, b, w, bw = (means.get(Kind(kind), nothing) for kind in (F, B, W, BW))
-    activation = (1 / plan.placement.num_chunks,) * plan.placement.num_stages
-    return cost_model(f, b, w, bw, (activation, activation), comm_s)
+    costs = costs_of(figures, plan.placement)
+    times = {name: tuple(ns / NS_PER_S for ns in getattr(costs, name)) for name in ("f", "b", "w")}
+    return dataclasses.replace(costs, **times, comm=costs.comm / NS_PER_S if comm_s is None else comm_s)
 
 
 def in_bytes(costs: CostModel, step: MeasuredStep) -> CostModel:

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate
 from megatron.core.safe_files import read_text
-from megatron.core.words import counted
-from tools.drawing.page import element, fold, page
+from megatron.core.words import counted, plain, share_text
+from tools.drawing.page import element, fold, heading, page
 from tools.drawing.page import table as page_table
 from tools.schedules.held_over_time import activation_text
 from tools.schedules.picture import ACTIVATIONS, MOST_BOXES, HeldCurves, colours, general, plan_picture
@@ -59,7 +59,7 @@ def entry_of(
     if over is None or limits is None:
         return Entry(schedule, simulation)
     rank, peak = over
-    problem = f"needs {peak:g} activations on rank {rank}, the limit is {limits[rank]:g}"
+    problem = f"needs {plain(peak)} activations on rank {rank}, the limit is {plain(limits[rank])}"
     return Entry(schedule, simulation, problem)
 
 
@@ -120,7 +120,12 @@ def _figures(simulation: Simulation) -> tuple[str, str, str, str]:
     held = " ".join(activation_text(simulation, peak) for peak in peaks)
     if len(peaks) > _MOST_RANKS_IN_A_CELL:
         held = " to ".join(activation_text(simulation, peak) for peak in (min(peaks), max(peaks)))
-    return f"{simulation.cost:.5g}", f"{simulation.bubble_rate:.2%}", held, str(simulation.num_messages)
+    return (
+        plain(simulation.cost, 5),
+        share_text(simulation.bubble_rate, 2),
+        held,
+        str(simulation.num_messages),
+    )
 
 
 def playground() -> str:
@@ -168,7 +173,7 @@ def to_html(
     about = element("p", html.escape(unit_of_time + general(drawn_ones)), class_="note")
     body.append(fold("Figures", page_table(rows, head), about, is_open=True))
     for entry in entries:
-        body.append(element("h2", html.escape(entry.name), id=entry.name))
+        body.append(heading(entry.name))
         if entry.problem:
             body.append(element("p", html.escape(entry.problem), class_="over"))
         body += [element("p", html.escape(remark)) for remark in entry.remarks]

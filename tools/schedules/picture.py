@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Plan
-from megatron.core.pipeline_parallel.plan.simulate import Simulation
-from megatron.core.words import counted, size_text
+from megatron.core.pipeline_parallel.plan.simulate import Simulation, waiting_share
+from megatron.core.words import counted, plain, share_text, size_text
 from tools.drawing.lanes import Box, Bracket, Lane, Stack, Strip, lanes
 from tools.drawing.page import Key, Picture
 from tools.schedules.held_over_time import (
@@ -119,7 +119,10 @@ def plan_picture(
         strips += _wire(simulation, rank)
         strips.append(held.strip(rank, 22 if small else 48))
     strips += [bar for name, one in both.items() for bar in _ends(one, name)]
-    told = (f"{name} step time {one.cost:.5g}, bubble {one.bubble_rate:.2%}" for name, one in both.items())
+    told = (
+        f"{name} step time {plain(one.cost, 5)}, bubble {share_text(one.bubble_rate, 2)}"
+        for name, one in both.items()
+    )
     figures = summary(simulation) if measured is None else f"{simulation.plan.schedule}: {'; '.join(told)}"
     planned = "" if measured is None else "Wire and memory show the plan, nothing measured. "
     notes = [
@@ -141,8 +144,8 @@ def how_counted(simulation: Simulation) -> str:
     """Where the bubble comes from, beside grey that is none."""
     grey = 1 - sum(simulation.busy) / (len(simulation.busy) * simulation.makespan or 1.0)
     return (
-        f"Step time {simulation.cost:.5g}, of which the busiest rank computes {simulation.work:.5g}: bubble "
-        f"{simulation.bubble_rate:.2%}. All grey together is {grey:.2%} of the lanes."
+        f"Step time {plain(simulation.cost, 5)}, of which the busiest rank computes {plain(simulation.work, 5)}: "
+        f"bubble {share_text(simulation.bubble_rate, 2)}. All grey together is {share_text(grey, 2)} of the lanes."
     )
 
 
@@ -167,10 +170,10 @@ def _ends(simulation: Simulation, name: str) -> list[Bracket]:
     spans = simulation.spans
     rank = max(range(len(spans)), key=lambda one: spans[one][1] - spans[one][0])
     name = f"{name} step time".strip()
-    found = [Bracket(f"{name} {simulation.cost:.5g} (rank {rank})", *spans[rank])]
+    found = [Bracket(f"{name} {plain(simulation.cost, 5)} (rank {rank})", *spans[rank])]
     if ends_apart(simulation):
         name = name.replace("step time", "makespan")
-        found.append(Bracket(f"{name} {simulation.makespan:.5g} (all ranks)", 0.0, simulation.makespan))
+        found.append(Bracket(f"{name} {plain(simulation.makespan, 5)} (all ranks)", 0.0, simulation.makespan))
     return found
 
 
@@ -183,7 +186,7 @@ def _lane(simulation: Simulation, rank: int, label: str, *, small: bool) -> Lane
         kind, stage, microbatch = simulation.plan.rows[rank][place][:3]
         if start > clock + least:
             gaps.append(Box(clock, start, IDLE, "bubble") if boxes else Box(clock, start, OUTSIDE))
-        said = "" if small else f"{text}: {start:g} to {end:g}"
+        said = "" if small else f"{text}: {plain(start, 6)} to {plain(end, 6)}"
         shade = _shade(kind, placement.chunk_of(stage), placement.num_chunks)
         boxes.append(Box(start, end, shade, str(microbatch), said))
         clock = max(clock, end)
@@ -233,7 +236,7 @@ def to_svg(simulation: Simulation) -> str:
 
 def to_picture(simulation: Simulation, *, span: float | None = None, width: int = 760) -> str:
     """A file of one plan in some ten kilobytes, for documents."""
-    title = f"{simulation.plan.schedule}, bubble {simulation.bubble_rate:.1%}"
+    title = f"{simulation.plan.schedule}, bubble {share_text(simulation.bubble_rate)}"
     return plan_picture(simulation, title=title, span=span, small=True, explained=False).svg(width)
 
 
@@ -247,8 +250,12 @@ def several_svg(simulations: Sequence[Simulation]) -> str:
     plan = simulations[0].plan
     strips: list[Strip] = []
     for one in simulations:
-        peak = f"{max(one.peak_activation):g}"
-        told = f"{one.plan.schedule}: step time {one.cost:g}, bubble {one.bubble_rate:.1%}, peak activation {peak}"
+        peak = plain(max(one.peak_activation))
+        own = f"step time {plain(one.cost, 5)}, bubble {share_text(one.bubble_rate)}"
+        if ends_apart(one):  # as with the default flags, where ranks wait for each other between steps
+            bubble = share_text(waiting_share(one.makespan, one.work))
+            own = f"step time {plain(one.makespan, 5)}, bubble {bubble}; with optimizer post-validation {own}"
+        told = f"{one.plan.schedule}: {own}, peak activation {peak}"
         strips.append(Lane("", heading=told, height=26))
         strips += [_lane(one, rank, f"rank {rank}", small=True) for rank in range(len(one.plan.rows))]
         strips += _ends(one, "")
@@ -260,4 +267,4 @@ def several_svg(simulations: Sequence[Simulation]) -> str:
 def pipeline_title(plan: Plan) -> str:
     """What plans that are compared share."""
     ranks = counted(plan.placement.num_ranks, "pipeline rank")
-    return f"{ranks}, {counted(plan.num_microbatches, 'microbatch', 'microbatches')}"
+    return f"{ranks}, {counted(plan.num_microbatches, 'microbatch')}"

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.words import counted, size_text
+from megatron.core.words import counted, plain, share_text, size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ def told(found: Shown, *, rows: bool) -> str:
     simulation, residency = found.simulation, found.residency
     head = f"{residency.strategy} over {residency.ways} ranks, policy {residency.policy}: "
     units = counted(len(found.stages[0].units), "layer" if residency.limit is None else "unit")
-    lines = [f"{head}{units} a stage, makespan {simulation.makespan:g}"]
+    lines = [f"{head}{units} a stage, makespan {plain(simulation.makespan, 5)}"]
     for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True)):
         moves, most = walk.moves, walk.most
         sizes: list[float] = [most.gathered, most.gradients, most.under_way, walk.most_transient]
@@ -203,7 +203,7 @@ def told(found: Shown, *, rows: bool) -> str:
             f"rank {rank}: {in_all}{counted(moves.gathers.calls, 'gather')}, "
             f"{counted(moves.reductions.calls, 'reduction')}; at most "
             f"{held[0]} gathered, {held[1]} of gradients, {held[2]} under way, {held[3]} together; "
-            f"lane busy {100 * simulation.lane_share[rank]:.2f}%, exposed {simulation.exposed[rank]:g}",
+            f"lane busy {share_text(simulation.lane_share[rank], 2)}, exposed {plain(simulation.exposed[rank], 5)}",
             *(_row_lines(row) if rows else ()),
         ]
     return "".join(f"{line}\n" for line in lines)

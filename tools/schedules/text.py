@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Times
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
+from megatron.core.words import plain
 from tools.schedules.held_over_time import activation_text, bars, summary
 
 _MAX_COLUMNS = 20_000  # of the bar of a rank
@@ -40,7 +41,7 @@ def to_text(simulation: Simulation, scale: float | None = None) -> str:
             if last > first:
                 cells[first:last] = label.ljust(last - first - 1, "-")[: last - first - 1] + " "
         idle, peak = simulation.idle[rank], activation_text(simulation, simulation.peak_activation[rank])
-        lines.append(f"{rank:>{name_width}} |{''.join(cells)}| idle {idle:g}, peak {peak}")
+        lines.append(f"{rank:>{name_width}} |{''.join(cells)}| idle {plain(idle, 5)}, peak {peak}")
     return "\n".join(lines) + "\n"
 
 
@@ -50,8 +51,10 @@ def overlay_text(planned: Simulation, measured: Simulation) -> str:
     return f"planned {to_text(planned, scale)}measured {to_text(measured, scale)}"
 
 
-def overlay_figures(planned: Simulation, measured: Simulation, means: Mapping[Kind, Times]) -> dict[str, Any]:
-    """Both bubbles, costs and idle times, and the mean times; seconds."""
+def overlay_figures(
+    planned: Simulation, measured: Simulation, medians: Mapping[Kind, Times]
+) -> dict[str, Any]:
+    """Both bubbles, costs and idle times, and the median times; seconds."""
     names = "makespan", "cost", "bubble_time", "bubble_rate", "idle"
     plan = planned.plan
     return {
@@ -61,6 +64,6 @@ def overlay_figures(planned: Simulation, measured: Simulation, means: Mapping[Ki
         "microbatches": plan.num_microbatches,
         "planned": {name: getattr(planned, name) for name in names},
         "measured": {name: getattr(measured, name) for name in names},
-        "mean_time": {kind.name: list(times) for kind, times in means.items()},
+        "median_time": {kind.name: list(times) for kind, times in medians.items()},
         "peak_activation": list(planned.peak_activation),
     }

@@ -13,6 +13,7 @@ import numpy as np
 from megatron.core import list_expression, safe_files
 from megatron.core.datasets.errors import DataError, data_errors
 from megatron.core.list_expression import ListExpressionError
+from megatron.core.words import printable
 
 MAX_FILE_BYTES = 1 << 26  # of files that name corpora
 SPLIT_NAMES = ("train", "valid", "test")
@@ -36,10 +37,13 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     """Words of `--data-path`: one prefix, several, or weight prefix pairs.
 
     An even number of words is tried as pairs; if no weight is a number all are prefixes. Raises DataError naming
-    `flag` for an empty list, for weights of which only some are numbers, and for a weight that is not above zero.
+    `flag` for an empty list, for names that are not printable, for weights of which only some are numbers, and for a
+    weight that is not above zero.
     """
     if not words:
         raise DataError(f"{flag}: no corpus given")
+    if (named := next((word for word in words if printable(word) != word), None)) is not None:
+        raise DataError(f"{flag}: expects names without control characters, got {named!r:.80}")
     weights = [_number(word) for word in words[0::2]]
     if len(words) % 2 or weights.count(None) == len(weights):
         return Blend(tuple(words))

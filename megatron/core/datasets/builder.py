@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from megatron.core.datasets import blend as blends
 from megatron.core.datasets.blend import SPLIT_NAMES, Blend
-from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import Corpus, GPTDataset, MockCorpus, MockDataset, SampleFormat
 from megatron.core.datasets.gpt_dataset_config import indices_folder
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.gpt_samples import Corpus, GPTDataset, MockCorpus, SampleFormat
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
+from megatron.core.datasets.mock_dataset import MockDataset
 
 Dataset = GPTDataset | BlendedDataset
 Sizes = tuple[int | None, int | None, int | None]

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from megatron.core.available_memory import available_bytes
+from megatron.core.words import size_text
 
 
 class DataError(ValueError):
@@ -34,5 +35,5 @@ def require_memory(num_bytes: int, of_what: str) -> None:
     """Raises DataError for more than the machine has: asking the system for it may end the process without a word."""
     available = available_bytes()
     if available is not None and num_bytes > available:
-        told = f"takes {num_bytes / 2**30:.1f} GiB of memory in every process; this machine has"
-        raise DataError(f"{of_what} {told} {available / 2**30:.1f} left")
+        needs = f"takes {size_text(num_bytes)} of memory"
+        raise DataError(f"{of_what} {needs}; this machine has {size_text(available)} left")

@@ -6,13 +6,14 @@ from typing import Annotated, Literal, NamedTuple
 
 from megatron.core.config_base import Bounds, Share, Threads, arg
 
-# [Note: size of an index] A sample has a row of two numbers and a place in a shuffled order, 12 bytes; making them
-# takes a quarter of a microsecond. So this many samples are 48 GiB and 18 minutes; 15 trillion tokens in sequences of
-# 4096 are fewer. Every rank holds the index.
+# [Note: size of an index] A sample has a row of two numbers and a place in a shuffled order, 12 bytes in files that the
+# processes of a machine share; while it is made, its first process holds the order. Making takes a quarter of a
+# microsecond. So this many samples are 48 GiB and 18 minutes; 15 trillion tokens in sequences of 4096 are fewer.
 MAX_SAMPLES = 2**32
 BYTES_PER_SAMPLE = 12
+MAKING_BYTES_PER_SAMPLE = 4
 S_PER_SAMPLE = 2.5e-7
-MOCK_LONGEST_DOCUMENT = 4096  # on average they are half as long; each has a place in an order too
+MOCK_LONGEST_DOCUMENT = 4096  # on average they are half as long
 
 
 def indices_folder(prefix: str) -> str:

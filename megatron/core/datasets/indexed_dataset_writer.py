@@ -1,4 +1,4 @@
-"""Writer of a tokenized corpus: the layout is described in indexed_dataset.py.
+"""Writer of a tokenized corpus: the layout is described in indexed_dataset_reader.py.
 
 Files appear under their final names only when complete, first the data, then the index, then the checksums; what stands
 there from before of the last two is taken away first. So no moment shows a new `.bin` under an old `.idx`.
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.core.datasets import checksums
-from megatron.core.datasets import indexed_dataset as layout
+from megatron.core.datasets import indexed_dataset_reader as layout
 from megatron.core.datasets.errors import DataError
 from megatron.core.safe_files import SHARED_MODE, published, sync_directory
 

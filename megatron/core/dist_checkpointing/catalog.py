@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, T
 from megatron.core.dist_checkpointing.verification import verify_file
 from megatron.core.safe_files import read_bytes
 from megatron.core.schema import Place
+from megatron.core.words import printable, printable_json
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LEASE_FILE = "lease.json"
@@ -297,10 +298,10 @@ def checkpoint_config(
 
 
 def config_of(found: Found, check_config: CheckConfig | None = None) -> dict[str, Any]:
-    """The flat configuration that a checkpoint was saved with."""
+    """The flat configuration that a checkpoint was saved with, its texts printable, since they come to be shown."""
     config = found.manifest.common.get("config")
     if not isinstance(config, dict):
         found.place("common.config").fail("an object", config)
     if check_config is not None:
         check_config(found, config)
-    return config
+    return {printable(name): printable_json(value) for name, value in config.items()}

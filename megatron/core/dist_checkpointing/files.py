@@ -13,10 +13,15 @@ from pathlib import Path
 
 from megatron.core import safe_files
 from megatron.core.safe_files import FILE_MODE, UnsafeFileError
+from megatron.core.words import printable
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, found, trusted or applied; the message names the file (status 3)."""
+    """A checkpoint cannot be written, found, trusted or applied (status 3); the message is one printable line and names
+    the file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 DIRECTORY_MODE = 0o750

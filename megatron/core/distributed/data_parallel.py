@@ -106,6 +106,7 @@ class DistributedDataParallel(GradSync):
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
         self.hooks = connect(own, self.buffer, sinks, self._grad_listener(), scale=self._scale)
         self._counted_from = self._of_step = self._of_weights = Traffic()
+        self._changed = self.began_with_new_weights = False
         held = self.buffer.persistent_bytes()
         held["main_grads"] -= self.resting_grad_bytes()  # they come and go: booked unit by unit
         self.memory_tracker.book({name: size for name, size in held.items() if size})
@@ -168,20 +169,17 @@ class DistributedDataParallel(GradSync):
         *,
         reduce_gradients: bool = True,
         keep_gradients: bool = False,
-        accumulate: bool = False,
     ) -> None:
         """Start a step: its gradients overwrite those of the last one, no unit is reduced yet.
 
         reduce_gradients: without, they stay this rank's own, and `finish` is not called. keep_gradients: those of the
-        last step are still needed, until `release_gradients` (a step that is not decided on). accumulate: add to its
-        sums.
+        last step are still needed, until `release_gradients` (a step that is not decided on).
         """
         assert num_microbatches >= 1, f"a step of {num_microbatches} microbatches"
         # With what the last `weights_changed` has moved.
         self._counted_from, self._of_weights = self._moved() - self._of_weights, Traffic()
-        self.reductions.begin_step(
-            reduce_gradients=reduce_gradients, accumulate=accumulate, keep=keep_gradients
-        )
+        self.began_with_new_weights, self._changed = self._changed, False
+        self.reductions.begin_step(reduce_gradients=reduce_gradients, keep=keep_gradients)
         self.buffer.grads_divided_by = round(1.0 / self._scale)
 
     def finish(self) -> None:
@@ -218,7 +216,7 @@ class DistributedDataParallel(GradSync):
         before = self._moved()
         self.gathers.weights_changed()
         if not self.is_stepping:
-            self._of_weights = self._moved() - before
+            self._of_weights, self._changed = self._moved() - before, True
 
     def settle_weights(self) -> None:
         """On return the weights at rest are up to date, and nothing reads them: before they are read or written by

@@ -109,9 +109,9 @@ class GradReducePipeline:
         self.is_stepping = False  # a step was begun and is not finished
         self._nonfinite: list[str] = []
 
-    def begin_step(self, *, reduce_gradients: bool, accumulate: bool, keep: bool) -> None:
-        """What gradients there are is overwritten; with `accumulate` added to. keep: gradients at rest keep their
-        memory until `release`. reduce_gradients: without, gradients are only looked at (`nonfinite_keys`)."""
+    def begin_step(self, *, reduce_gradients: bool, keep: bool) -> None:
+        """What gradients there are is overwritten. keep: gradients at rest keep their memory until `release`.
+        reduce_gradients: without, gradients are only looked at (`nonfinite_keys`)."""
         assert not self._under_way, (
             "a step begins while gradients are still being reduced: call finish() first"
         )
@@ -119,12 +119,17 @@ class GradReducePipeline:
         self._nonfinite = []
         for unit in self.units:
             self._drop(unit)
-            unit.has_sum = accumulate
             unit.reduced = unit.summed_outer = unit.final = False
-            added_to = accumulate and not self._is_sharded
-            unit.fresh = set(unit.further if added_to else unit.keys)
-        if not accumulate and not keep:
+            unit.has_sum, unit.fresh = False, set(unit.keys)
+        if not keep:
             self.release()
+
+    def add_to_sums(self) -> None:
+        """Before a step's first contribution: this one adds to what gradients there are."""
+        for unit in self.units:
+            unit.resting.hold()
+            unit.has_sum = True
+            unit.fresh = set(unit.keys if self._is_sharded else unit.further)
 
     def release(self) -> None:
         """What gradients at rest hold is of no more use: cut ones have no memory until their unit's next reduction."""

@@ -84,8 +84,8 @@ def _median_seconds(call: Callable[[], object], device: Device) -> float:
 
 
 def measured_moves(model: DistributedDataParallel, wire: LaneCosts, step_s: float) -> StepMoves:
-    """What the last step, of so many seconds, has moved, and how much of it the wire was busy with that. Where the
-    device works off a queue, waiting is the device's, and not known."""
+    """What the step under way or the last one, of so many seconds, has moved, and for how much of it the wire was busy.
+    Where the device works off a queue, waiting is the device's, and not known."""
     traffic, place = model.traffic, model.place
     sums, outer_sums = traffic.all_reduce, traffic.outer_all_reduce  # they go round twice
     outer = (traffic.outer_reduce_scatter + outer_sums, traffic.outer_all_gather)

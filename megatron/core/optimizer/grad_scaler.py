@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+from megatron.core.config_base import FLOAT
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.schema import MAX_INT, Schema, integer, number, optional
 
 # `GradScaler.state` of either kind. The budget goes below zero while steps overflow.
 SCALER_SCHEMA: Schema = {
-    "scale": number(low=2.0**-126, high=2.0**127),
+    "scale": number(low=math.ulp(0.0), high=FLOAT.most),  # any above 0 that a flag can give
     "clean_steps": optional(integer()),
     "budget": optional(integer(low=-MAX_INT)),
 }

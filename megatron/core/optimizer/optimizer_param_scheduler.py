@@ -12,11 +12,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron.core.config_base import BATCH, COUNT, FINITE
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optimizer.flat_update import ParamGroup
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
-from megatron.core.schema import Schema, fields_of, integer, one_of
+from megatron.core.schema import Schema, fields_of, integer, number, one_of, or_null
 
 
 class ScheduleError(ValueError):
@@ -70,6 +71,8 @@ def _style(flag: str) -> Schema:
     return one_of(*typing.get_args(OptimizerConfig.__annotations__[flag]))
 
 
+# As flags bound them: iterations x samples, and rates.
+_LENGTH, _RATE = integer(high=int(COUNT.most * BATCH.most)), number(high=FINITE.most)
 # `OptimizerParamScheduler.state`.
 SCHEDULER_SCHEMA: Schema = {
     "samples": integer(),
@@ -78,6 +81,13 @@ SCHEDULER_SCHEMA: Schema = {
         decay_style=_style("lr_decay_style"),
         wsd_style=_style("lr_wsd_decay_style"),
         weight_decay_style=_style("weight_decay_incr_style"),
+        max_lr=_RATE,
+        min_lr=_RATE,
+        decoupled_max_lr=or_null(_RATE),
+        decoupled_min_lr=or_null(_RATE),
+        decay_samples=_LENGTH,
+        wsd_samples=_LENGTH,
+        weight_decay_samples=_LENGTH,
     ),
 }
 

@@ -7,6 +7,7 @@ A tensor is *whole* (the same on every tensor parallel rank), *sharded* (`[s/tp,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,22 +137,60 @@ def sum_ranks(partial: Tensor, tp: TensorParallel) -> Tensor:
     return total
 
 
-class _GatherVocabulary(torch.autograd.Function):
+# --- the same by autograd, along any dim: what goes one way has its gradient go the other
+
+Move = Callable[[Tensor, int, TensorParallel], Tensor]
+
+
+def as_it_is(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
+    """Nothing is moved."""
+    return x
+
+
+def gathered(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
+    """[..., n/tp, ...] -> [..., n, ...]. Communicates over tp."""
+    parts, _ = _start_gather(x.unsqueeze(0), tp, async_op=False)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def own_part(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
+    """[..., n, ...] -> [..., n/tp, ...]."""
+    if x.shape[dim] % tp.size:
+        raise ValueError(f"{list(x.shape)}: dim {dim} does not divide over {tp.size} tensor parallel ranks")
+    return x.chunk(tp.size, dim)[tp.rank].contiguous()
+
+
+def summed(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
+    """The sum over tp, over which it communicates."""
+    return sum_ranks(x.clone(), TensorParallel(tp.group))
+
+
+def own_part_of_sum(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
+    """{+tp}[..., n, ...] -> [..., n/tp, ...]. Communicates over tp."""
+    moved = x.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
+    return sum_ranks(moved, TensorParallel(tp.group, sequence_parallel=True)).movedim(0, dim)
+
+
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        parts = logits.new_empty(tp.size, *logits.shape)
-        all_gather(parts, logits.contiguous(), tp.peers)
-        return parts.movedim(0, -2).flatten(-2)
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move, dim: int, tp: TensorParallel) -> Tensor:
+        ctx.way = back, dim, tp
+        return there(x, dim, tp)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.tp.size, -1)[ctx.tp.rank], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back, dim, tp = ctx.way
+        return back(grads[0], dim, tp), None, None, None, None
+
+
+def moved(x: Tensor, tp: TensorParallel, there: Move, back: Move, dim: int) -> Tensor:
+    """x as `there` makes it, and its gradient as `back` does. Communicates over tp; every rank calls alike."""
+    return x if tp.size == 1 else _Moved.apply(x, there, back, dim % x.dim(), tp)
 
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
     """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
-    return logits if tp.size == 1 else _GatherVocabulary.apply(logits, tp)
+    return moved(logits, tp, gathered, own_part, -1)
 
 
 __getattr__ = names_of(__name__)  # Megatron's names

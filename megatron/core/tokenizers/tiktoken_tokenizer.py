@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from megatron.core.optional import require
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError, content_digest
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config import TIKTOKEN_SPECIAL_TOKENS, TokenizerConfig
 
 DEFAULT_VOCAB_SIZE = 1 << 17
-DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 # How text is cut before merging: v1 by words, v2 also at changes from lower to upper case; digits one by one.
@@ -43,7 +42,7 @@ class TikTokenizer(Tokenizer):
         data = self._read(path, "--tokenizer-model")
         if pattern not in PATTERNS:
             raise TokenizerError(f"--tiktoken-pattern {pattern}: choose one of {', '.join(PATTERNS)}")
-        names = _special_names(num_special_tokens, config.tiktoken_special_tokens or DEFAULT_SPECIAL_TOKENS)
+        names = _special_names(num_special_tokens, config.tiktoken_special_tokens or TIKTOKEN_SPECIAL_TOKENS)
         ranks = read_ranks(data, f"--tokenizer-model {path}")
         room = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
         if vocab_size is not None and not 256 <= room <= len(ranks):

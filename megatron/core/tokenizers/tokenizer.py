@@ -26,7 +26,7 @@ class Tokenizer(abc.ABC):
 
     vocab_size: ids are below it.  eod: ends a document.
     pad: fills up samples, None where the vocabulary has no such token.
-    special_ids: ids of all special tokens but `pad`; a `pad` among them is no padding (`gpt_dataset.pad_id`).
+    special_ids: ids of all special tokens but `pad`; a `pad` among them is no padding (`gpt_samples.pad_id`).
     content: what else decides on ids, such as a digest of the files; part of `identity`.
     """
 

@@ -10,6 +10,8 @@ GATED = ("swiglu", "quick_geglu", "geglu", "geglu_tanh")
 # Flags of which one at most says what the MLP computes; none: GELU.
 ACTIVATIONS = (*GATED, "squared_relu", "openai_gelu")
 SQRT_HIDDEN = "sqrt_hidden"
+_WITH_ROPE = ("position_embedding_type", "rope")
+_WITHOUT_BIASES = ("add_bias_linear", False)
 
 
 def number_or_sqrt_hidden(word: str) -> float | str:
@@ -30,34 +32,47 @@ class TransformerConfig:
     """One decoder-only transformer. `resolved()` fills the sizes that follow from others."""
 
     # Shape
-    num_layers: Layers = arg(None, "decoder layers", required=True)
-    hidden_size: Size = arg(None, "width h of the model", required=True)
-    num_attention_heads: Size = arg(None, "query heads", required=True)
-    seq_length: Length = arg(None, "training sequence length", unit="tokens", required=True)
+    num_layers: Layers = arg(None, "decoder layers", required=True, weights=True)
+    hidden_size: Size = arg(None, "width h of the model", required=True, weights=True)
+    num_attention_heads: Size = arg(None, "query heads", required=True, weights=True)
+    seq_length: Length = arg(
+        None, "training sequence length", unit="tokens", required=True, from_checkpoint="unset"
+    )
     max_position_embeddings: Length = arg(
         None,
         "rows of the learned position table, upper bound of the sequence length",
         unit="tokens",
         derived="--seq-length",
+        weights=("position_embedding_type", "learned_absolute"),
     )
-    ffn_hidden_size: Length = arg(None, "MLP width", derived="4 h; with --swiglu floor(8h/3 / 64) * 64")
-    kv_channels: Size = arg(None, "dimension of one head", derived="hidden size / heads")
-    group_query_attention: bool = arg(False, "several query heads share one key and value head")
+    ffn_hidden_size: Length = arg(
+        None, "MLP width", derived="4 h; with --swiglu floor(8h/3 / 64) * 64", weights=True
+    )
+    kv_channels: Size = arg(None, "dimension of one head", derived="hidden size / heads", weights=True)
+    group_query_attention: bool = arg(
+        False, "several query heads share one key and value head", from_checkpoint="always"
+    )
     num_query_groups: Size = arg(
-        1, "key and value heads, with --group-query-attention (without it: as many as query heads)"
+        1,
+        "key and value heads, with --group-query-attention (without it: as many as query heads)",
+        weights=True,
     )
     # Embeddings and positions
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
-        "learned_absolute", "how positions enter the model"
+        "learned_absolute", "how positions enter the model", weights=True
     )
     use_rotary_position_embeddings: bool = arg(False, "older spelling of --position-embedding-type rope")
-    rotary_base: int = arg(10000, "base (theta) of the rotation frequencies")
-    rotary_percent: float = arg(1.0, "share of the head dimension that is rotated")
-    rotary_interleaved: bool = arg(False, "rotate pairs (2i, 2i+1) instead of halves")
-    rotary_seq_len_interpolation_factor: Size | None = arg(None, "divide positions by this factor")
-    use_rope_scaling: bool = arg(False, "frequency scaling of Llama 3.1")
-    rope_scaling_factor: Annotated[float, Bounds(1.0, 2.0**20)] = arg(8.0, "factor of --use-rope-scaling")
-    untie_embeddings_and_output_weights: bool = arg(False, "separate output matrix")
+    rotary_base: int = arg(10000, "base (theta) of the rotation frequencies", weights=_WITH_ROPE)
+    rotary_percent: float = arg(1.0, "share of the head dimension that is rotated", weights=_WITH_ROPE)
+    rotary_interleaved: bool = arg(False, "rotate pairs (2i, 2i+1) instead of halves", weights=_WITH_ROPE)
+    rotary_seq_len_interpolation_factor: Size | None = arg(
+        None, "divide positions by this factor", weights=_WITH_ROPE
+    )
+    use_rope_scaling: bool = arg(False, "frequency scaling of Llama 3.1", weights=_WITH_ROPE)
+    rope_scaling_factor: Annotated[float, Bounds(1.0, 2.0**20)] = arg(
+        8.0, "factor of --use-rope-scaling", weights=("use_rope_scaling", True)
+    )
+    untie_embeddings_and_output_weights: bool = arg(False, "separate output matrix", weights=True)
     embedding_multiplier: (
         Annotated[float, Bounds(-FLOAT.most, FLOAT.most)] | Literal["sqrt_hidden"] | None
     ) = arg(
@@ -66,26 +81,42 @@ class TransformerConfig:
         "hidden size, rounded to the weights' dtype)",
         parse=number_or_sqrt_hidden,
         ours=True,
+        weights=True,
     )
-    make_vocab_size_divisible_by: Size = arg(128, "pad the vocabulary to a multiple of this x TP", unit="ids")
+    make_vocab_size_divisible_by: Size = arg(
+        128, "pad the vocabulary to a multiple of this x TP", unit="ids", from_checkpoint="always"
+    )
     padded_vocab_size: Ids | None = arg(
-        None, "vocabulary after padding, instead of padding by rule", unit="ids"
+        None, "vocabulary after padding, instead of padding by rule", unit="ids", weights=True
     )
     # Norms and activations
-    normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", "norm of the residual branches")
-    norm_epsilon: float = arg(1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"))
-    apply_layernorm_1p: bool = arg(False, "norm weights are stored as (w - 1)")
-    qk_layernorm: bool = arg(False, "norm over each head of queries and keys")
-    swiglu: bool = arg(False, "gated SiLU MLP")
-    quick_geglu: bool = arg(False, "gated MLP with x * sigmoid(1.702 x)")
-    geglu: bool = arg(False, "gated MLP with exact (erf) GELU", ours=True)
-    geglu_tanh: bool = arg(False, "gated MLP with the tanh approximation of GELU, as Gemma's", ours=True)
-    squared_relu: bool = arg(False, "squared ReLU instead of GELU")
-    openai_gelu: bool = arg(False, "tanh approximation of GELU")
-    add_bias_linear: bool = arg(True, "no biases in linear layers", flags=("--disable-bias-linear",))
-    add_qkv_bias: bool = arg(False, "bias in the QKV projection even without other biases")
+    normalization: Literal["LayerNorm", "RMSNorm"] = arg(
+        "LayerNorm", "norm of the residual branches", weights=True
+    )
+    norm_epsilon: float = arg(
+        1e-5, "added to the variance", flags=("--norm-epsilon", "--layernorm-epsilon"), weights=True
+    )
+    apply_layernorm_1p: bool = arg(False, "norm weights are stored as (w - 1)", weights=True)
+    qk_layernorm: bool = arg(False, "norm over each head of queries and keys", weights=True)
+    swiglu: bool = arg(False, "gated SiLU MLP", weights=True)
+    quick_geglu: bool = arg(False, "gated MLP with x * sigmoid(1.702 x)", weights=True)
+    geglu: bool = arg(False, "gated MLP with exact (erf) GELU", ours=True, weights=True)
+    geglu_tanh: bool = arg(
+        False, "gated MLP with the tanh approximation of GELU, as Gemma's", ours=True, weights=True
+    )
+    squared_relu: bool = arg(False, "squared ReLU instead of GELU", weights=True)
+    openai_gelu: bool = arg(False, "tanh approximation of GELU", weights=True)
+    add_bias_linear: bool = arg(
+        True, "no biases in linear layers", flags=("--disable-bias-linear",), weights=True
+    )
+    add_qkv_bias: bool = arg(
+        False, "bias in the QKV projection even without other biases", weights=_WITHOUT_BIASES
+    )
     add_attention_output_bias: bool = arg(
-        False, "bias in the attention's output projection even without other biases", ours=True
+        False,
+        "bias in the attention's output projection even without other biases",
+        ours=True,
+        weights=_WITHOUT_BIASES,
     )
     # Dropout and initial weights
     attention_dropout: Rate = arg(0.1, "dropout on attention probabilities")
@@ -102,7 +133,7 @@ class TransformerConfig:
     use_flash_attn: bool = arg(False, "older spelling of --attention-backend flash")
     attention_softmax_in_fp32: bool = arg(False, "softmax of the unfused path in fp32")
     apply_query_key_layer_scaling: bool = arg(
-        False, "scale QK by 1 / layer number and undo it in an fp32 softmax"
+        False, "scale QK by 1 / layer number and undo it in an fp32 softmax", from_checkpoint="always"
     )
     fp32_residual_connection: bool = arg(False, "residual stream in fp32")
     calculate_per_token_loss: bool = arg(

@@ -16,6 +16,8 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
+from megatron.core.words import counted
+
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 TP_PP_DP_ORDER = "tp-cp-ep-pp-dp"
@@ -51,7 +53,7 @@ class RankGrid:
                 raise RankGridError(f"rank order {self.order!r} lacks axis {axis} of size {self.size(axis)}")
         if (found := math.prod(map(self.size, AXES))) != self.world_size:
             sizes = " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
-            raise RankGridError(f"{sizes} = {found} rank{'s' * (found != 1)}, not {self.world_size}")
+            raise RankGridError(f"{sizes} = {counted(found, 'rank')}, not {self.world_size}")
 
     def size(self, axes: str) -> int:
         """Number of ranks along an axis, or along several as in "dp-cp"."""
@@ -129,9 +131,7 @@ def _left(world_size: int, sizes: Mapping[str, int]) -> int:
     model = math.prod(sizes.values())
     if model < 1 or world_size % model:
         told = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        raise RankGridError(
-            f"{world_size} rank{'s' * (world_size != 1)} cannot be divided into {told} = {model}"
-        )
+        raise RankGridError(f"{counted(world_size, 'rank')} cannot be divided into {told} = {model}")
     return world_size // model
 
 

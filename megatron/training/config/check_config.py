@@ -15,14 +15,25 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
-from megatron.core.words import counted
+from megatron.core.words import NOT_KNOWN, counted
 from megatron.training.config.config import Config
+from megatron.training.config.flag_table import spellings
 from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import known_vocabulary
 from megatron.training.config.rule_table import refusal, spelled
 from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusable_files
+from megatron.training.config.saved_config import is_elsewhere
 
 _SHOWN_GROUPS = 8
+_OTHER_MODELS = {  # headings of docs/roadmap.md, as verdicts on flags name them
+    f"roadmap: {heading}"
+    for heading in (
+        "mixture of experts",
+        "multi-latent attention",
+        "multi-token prediction",
+        "model variants",
+    )
+}
 _T = TypeVar("_T")
 _Section = tuple[Any, list[str]]  # of the JSON object and of the text
 
@@ -30,11 +41,13 @@ _Section = tuple[Any, list[str]]  # of the JSON object and of the text
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Everything the check found. sections: what the JSON object has under each name, and the lines of the text. spec:
-    of the pipeline, None where there is none."""
+    of the pipeline, None where there is none. unbuilt: why nothing is known of the model's computations, empty
+    where it is supported."""
 
     config: Config
     sections: dict[str, _Section]
     spec: ScheduleSpec | None = None
+    unbuilt: str = ""
 
 
 def build_report(config: Config, problems: Sequence[Problem]) -> Report:
@@ -45,21 +58,21 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     if config.model.num_layers is not None:
         config = _or_none(config.chosen) or config
         spec = _or_none(lambda: config.schedule_spec)
-    warnings, files = config.warnings, _not_found(config)
+    warnings, files, unbuilt = config.warnings, _not_found(config), _unbuilt(problems)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {
         "config": (values, []),
         "origin": ({name: config.origin.get(name, "default") for name in values}, []),
         "grid": _grids(grid, experts),
         "sharding": _sharding(config),
-        "pipeline": _pipeline(config, spec),
-        "parameters": _parameters(grid, *_count(config, grid, spec, problems)),
+        "pipeline": _pipeline(config, spec, unbuilt),
+        "parameters": _parameters(grid, *_count(config, grid, spec, problems, unbuilt)),
         "problems": ([{name: getattr(problem, name) for name in kept} for problem in problems], []),
         "warnings": (warnings, [f"warning: {warning}" for warning in warnings]),
         "notes": (config.notes, [f"note: {note}" for note in config.notes]),
         "not_found": (files, [f"not found: {path}" for path in files]),
     }
-    return Report(config, sections, spec)
+    return Report(config, sections, spec, unbuilt)
 
 
 def render_json(report: Report) -> str:
@@ -119,7 +132,7 @@ def _not_found(config: Config) -> list[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         files = (prefix + end for prefix in corpora(values[name] or ()) for end in (".bin", ".idx"))
         missing += [f"{spelled(name)} {file}" for file in files if not os.path.exists(file)]
-    if values["load"] is not None and not os.path.exists(values["load"]):
+    if is_elsewhere(values["load"]):
         missing.append(f"--load {values['load']}")
     return missing
 
@@ -174,44 +187,58 @@ def _sharding(config: Config) -> _Section:
     return facts, [f"sharding: {strategy}: a rank holds {held}"]
 
 
-def _pipeline(config: Config, spec: ScheduleSpec | None) -> _Section:
+def _unbuilt(problems: Sequence[Problem]) -> str:
+    """That another model than this one would be counted, by the flags that ask for what is not there."""
+    refused = {flag for problem in problems if problem.rule == "not-supported" for flag in problem.flags}
+    entries = (spellings()[flag] for flag in sorted(refused))
+    flags = [one.spelling for one in entries if one.why in _OTHER_MODELS and not one.setting_of]
+    return f"not supported yet: {', '.join(flags)}" if flags else ""
+
+
+def _pipeline(config: Config, spec: ScheduleSpec | None, unbuilt: str) -> _Section:
     if spec is None:
         return None, []
     # Of one step after the ramp.
     num_microbatches = None if config.batch_schedule_or_none() is None else config.last_num_microbatches
     layers = [f"  {line.removeprefix(' > ')}" for line in layer_map_lines(spec.stages, spec.placement)]
-    return pipeline_facts(spec, num_microbatches), [*facts_lines(spec, num_microbatches), *layers]
+    known = not unbuilt  # by whose computations stages are weighed
+    facts = pipeline_facts(spec, num_microbatches, with_bubble=known)
+    return facts, [*facts_lines(spec, num_microbatches, with_bubble=known), *layers]
 
 
 def _parameters(grid: RankGrid | None, total: int | None, stages: Sequence[int], why: str | None) -> _Section:
     """stages: parameters of a rank by pipeline rank, empty where they are not known."""
     facts: dict[str, Any] = {"total": total, "per_rank": None, "why": why}
-    lines = [f"parameters: {total} in all"] if total is not None else []
+    lines = [f"parameters: {total:,} in all"] if total is not None else []
     if grid is not None and stages:
         stride, count = grid.strides["pp"], grid.world_size // grid.pp
         facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
         lines.append("parameters per rank:")
         for at, held in enumerate(stages):
-            which = f"each of {count} ranks" if count > 1 else f"rank {grid.rank({'pp': at})}"
-            lines.append(f"  pipeline rank {at} ({which}): {held}")
-    return facts, lines + ([f"parameters unknown: {why}"] if why is not None else [])
+            which = f"each of {counted(count, 'rank')}" if count > 1 else f"rank {grid.rank({'pp': at})}"
+            lines.append(f"  pipeline rank {at} ({which}): {held:,}")
+    return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if why is not None else [])
 
 
 def _count(
-    config: Config, grid: RankGrid | None, spec: ScheduleSpec | None, problems: Sequence[Problem]
+    config: Config,
+    grid: RankGrid | None,
+    spec: ScheduleSpec | None,
+    problems: Sequence[Problem],
+    unbuilt: str,
 ) -> tuple[int | None, Sequence[int], str | None]:
     """Parameters of the model, and of a rank of each pipeline rank; what is missing where they are not known."""
     model, vocabulary = config.model, config.model.padded_vocab_size
     heads = (model.num_attention_heads, model.kv_channels)
     sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads)
     if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
+        if config.checkpoint.use_checkpoint_args and is_elsewhere(config.checkpoint.load):
+            return None, (), "the model's shape is the checkpoint's, which is not on this machine"
         return None, (), "the model's shape is not complete"
-    refused = {flag for problem in problems if problem.rule == "not-supported" for flag in problem.flags}
-    unbuilt = sorted(refused & {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"})
     if unbuilt:
-        return None, (), f"not supported yet: {', '.join(unbuilt)}"
+        return None, (), unbuilt
     if vocabulary is None:
-        return None, (), "vocab size unknown: the tokenizer's files are not here; give --vocab-size"
+        return None, (), "the tokenizer's files are not here; give --vocab-size"
     whole = count_parameters(model, vocabulary).total
     undivided = {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "vocabulary"}
     if grid is None:

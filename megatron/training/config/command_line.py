@@ -27,6 +27,7 @@ GROUP_TITLES: Mapping[str, str] = {
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
     "logging": "logging",
+    "profiling": "profiling",
     "reliability": "reliability",
 }
 MAX_FLAGS = 4096  # on one line; argparse looks through all of them for each
@@ -136,9 +137,8 @@ def limit_text(entry: FlagEntry) -> str:
     """What of a field is not supported, or has no effect."""
     if entry.state is FlagState.INERT:
         return f"accepted, no effect: {entry.why}"
-    allowed = [value for value in entry.allowed or () if value not in ("None", "False")]
-    only = f"only {', '.join(allowed)} supported so far" if allowed else "not supported yet"
-    return f"{only}, {entry.why}"
+    allowed = (value for value in entry.allowed or () if value != "None")
+    return f"only {', '.join(allowed)} supported so far, {entry.why}"
 
 
 def _build(recorded: _Recorded, extra_args_provider: ExtraArgsProvider | None) -> argparse.ArgumentParser:
@@ -305,6 +305,8 @@ def _record(line: CommandLine, entry: FlagEntry, spelling: str, words: Sequence[
         near = closest_name(words[0], choices) if choices and words else None
         given = "leave the value out" if switch else "give a value of this kind"
         fix = f"did you mean {near}?" if near else given
+        if words and words[0] in entry.elsewhere:
+            fix = entry.fix_of_elsewhere
         line.problems.append(_value_problem(entry, spelling, spelling, error, fix))
 
 

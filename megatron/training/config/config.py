@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
 from megatron.core.optimizer.optimization_config import OptimizerConfig
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
@@ -51,6 +51,7 @@ class Config:
     evaluation: training_config.EvaluationConfig
     checkpoint: training_config.CheckpointConfig
     logging: training_config.LoggingConfig
+    profiling: training_config.ProfilingConfig
     reliability: training_config.ReliabilityConfig
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -8,9 +8,10 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.plan.facts import activation_bytes
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.words import counted, scaled, size_text
+from megatron.core.words import NOT_KNOWN, counted, decimal, scaled, size_text
 from megatron.training.config.check_config import Report, corpora
 from megatron.training.config.config import FIELDS, Config, train_step_flops
+from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import WHOLE_WORDS
 from megatron.training.config.state_bytes import state_bytes
 
@@ -25,10 +26,11 @@ def render_page(report: Report, width: int) -> str:
     """The page: twelve lines, whether the launch line is valid, what was not found, warnings and notes. width: of the
     terminal, in characters."""
     config, facts = report.config, {name: facts for name, (facts, _) in report.sections.items()}
-    first = {**_model(config, facts), **_ranks(facts), **_length(config), **_rest(config)}
+    first = {**_model(config, facts), **_ranks(facts), **_length(report), **_rest(config)}
     first |= {"memory": _memory(report, facts), "pipeline": _pipeline(report)}
-    page = [f" {label:<{_LABEL}}{first[label] or 'not known: see the problems'}" for label in _ORDER]
-    number = len(facts["problems"])
+    number, why = len(facts["problems"]), facts["parameters"]["why"]
+    because = report.unbuilt or ("see the problems" if number else why or "the flags do not say enough")
+    page = [f" {label:<{_LABEL}}{first[label] or f'{NOT_KNOWN}: {because}'}" for label in _ORDER]
     verdict = "valid: no problems found"
     if number:
         verdict = f"not valid: {counted(number, 'problem')}, told below"
@@ -47,12 +49,14 @@ def _model(config: Config, facts: Facts) -> dict[str, str]:
     m, counts = config.model, facts["parameters"]
     sizes = (m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length, m.padded_vocab_size)
     layers, hidden, heads, length, vocabulary = ("?" if size is None else f"{size:,}" for size in sizes)
-    told = [] if counts["total"] is None else [f"{counts['total']:,}"]
+    known = [] if counts["total"] is None else [f"{counts['total']:,}"]
     if counts["per_rank"] and max(counts["per_rank"]) != counts["total"]:
-        told.append(f"at most {max(counts['per_rank']):,} in a rank's part of the model")
+        known.append(f"at most {max(counts['per_rank']):,} in a rank's part of the model")
+    if counts["why"] is not None:
+        known.append(counts["why"] if known else f"{NOT_KNOWN}: {counts['why']}")
     return {
         "model": f"layers {layers} x {hidden}, heads {heads}, sequence {length}, vocabulary {vocabulary}",
-        "parameters": "; ".join([*told, *([] if counts["why"] is None else [counts["why"]])]),
+        "parameters": "; ".join(known),
     }
 
 
@@ -92,18 +96,32 @@ def _memory(report: Report, facts: Facts) -> str:
     model, number = config.model_costs, (facts["pipeline"] or {}).get("microbatches")
     peaks = model and spec and activation_bytes(spec, number, model.of_stages(spec.stages))
     if not peaks:
-        return f"{size_text(max(at_rest), digits=3)} a rank: {told}; activations are not estimated"
+        size, more = max(at_rest), _more_than_here(max(at_rest), config)
+        return f"{size_text(size, digits=3)} a rank: {told}; activations are not estimated{more}"
     most = max((rests + peak, rests, peak) for rests, peak in zip(at_rest, peaks, strict=True))
     total, rests, peak = (size_text(size, digits=3) for size in most)
     gathered = "gathered weights, " if place.ways(row.weights) > 1 else ""
     return (
-        f"at most {total} a rank: {rests} of {told} + {peak} of activations, estimated; not in it: {gathered}"
-        "buffers of transfers, what libraries and the allocator keep"
+        f"at most {total} a rank: {rests} of {told} + {peak} of activations, estimated"
+        f"{_more_than_here(most[0], config)}; not in it: {gathered}buffers of transfers, what libraries and the "
+        "allocator keep"
     )
 
 
-def _length(config: Config) -> dict[str, str]:
-    """Of a step and of the run. Empty where the flags make no batches."""
+def _more_than_here(size: float, config: Config) -> str:
+    """Where a rank holds more than this machine has, or where all together do, if ranks are processes of the CPU."""
+    here, ranks = LaunchEnv.memory_bytes(), config.world_size
+    have = f"than the {size_text(here, digits=3)} of this machine"
+    if size > here:
+        return f", more {have}"
+    if config.parallel.distributed_backend == "gloo" and size * ranks > here:
+        return f", on {counted(ranks, 'rank')} together {size_text(size * ranks, digits=3)}, more {have}"
+    return ""
+
+
+def _length(report: Report) -> dict[str, str]:
+    """Of a step and of the run. Empty where the flags make no batches, and of what is not known of the model."""
+    config = report.config
     t, length = config.training, config.model.seq_length or 0
     schedule, size = config.batch_schedule_or_none(), t.global_batch_size or 0
     if schedule is None:
@@ -113,8 +131,9 @@ def _length(config: Config) -> dict[str, str]:
         t.train_samples or schedule.samples_of(steps),
         counted(config.data_parallel_size, "replica"),
     )
-    microbatches = counted(config.last_num_microbatches, "microbatch", "microbatches")
-    flops = 0.0 if config.model_costs is None else train_step_flops(config, size)
+    microbatches = counted(config.last_num_microbatches, "microbatch")
+    unknown = report.unbuilt or config.model_costs is None
+    flops = 0.0 if unknown else train_step_flops(config, size)
     each = scaled(flops / config.world_size, "FLOP")
     return {
         "batch": f"{counted(size, 'sample')} = {size * length:,} tokens a step: {replicas} x {microbatches} of "
@@ -126,7 +145,9 @@ def _length(config: Config) -> dict[str, str]:
 
 def _rest(config: Config) -> dict[str, str]:
     o, d, c = config.optimizer, config.data, config.checkpoint
-    rates = f"lr {o.lr or '?'}" + ("" if o.lr_decay_style == "constant" else f" to {o.min_lr:g}")
+    rates = f"lr {decimal(o.lr, 12) if o.lr else '?'}" + (
+        "" if o.lr_decay_style == "constant" else f" to {decimal(o.min_lr, 12)}"
+    )
     prefixes = corpora(d.data_path or d.train_data_path or ())
     data = "mock data" if d.mock_data else ", ".join([*prefixes[:2], *(["..."] if len(prefixes) > 2 else [])])
     every = f" every {counted(c.save_interval, 'step')}" if c.save_interval else ""

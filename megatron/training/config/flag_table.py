@@ -93,14 +93,22 @@ class FlagEntry:
     @property
     def fix(self) -> str:
         """What to do where it is refused."""
-        planned = self.why.removeprefix("roadmap: ")
-        if planned == self.why:
-            return self.why
-        return f"leave out for now; planned, see docs/roadmap.md, {planned!r}"
+        return _fix(self.why)
+
+    @property
+    def fix_of_elsewhere(self) -> str:
+        """What to do where a value is asked for that the field does not have."""
+        return _fix(self.elsewhere_why)
 
     def asks_for_nothing(self, words: tuple[str, ...]) -> bool:
         """Whether these words after an unsupported flag switch nothing on."""
         return bool(words) and all(word in self.neutral for word in words)
+
+
+def _fix(why: str) -> str:
+    """What the file says of a refusal, in words for the user."""
+    planned = why.removeprefix("roadmap: ")
+    return why if planned == why else f"leave out for now; planned, see docs/roadmap.md, {planned!r}"
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core import available_memory
 from megatron.core.config_base import RANKS, THREADS
 
+LAUNCH_RECORD = "MEGATRON_ZERO_LAUNCH_RECORD"
 _MAX_DIGITS = 40
 
 
@@ -26,7 +27,8 @@ class LaunchEnv:
     restart_count: torchrun's in-place restarts so far (0 on the first attempt). agent_store: torchrun hosts the store
     at MASTER_ADDR:MASTER_PORT; otherwise rank 0 does. launcher_pid: of torchrun, which lives as long as its ranks; None
     where the parent may end before them (srun, mpirun, a shell). error_file: where torchrun looks for the words of a
-    rank that has failed.
+    rank that has failed. launch_record: the folder in which `megatron-zero launch` looks for exit records, one of each
+    attempt.
     """
 
     rank: int = 0
@@ -46,6 +48,7 @@ class LaunchEnv:
     slurm_job_id: str | None = None
     omp_num_threads: int | None = None
     error_file: str | None = None
+    launch_record: str | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnv:
@@ -77,6 +80,7 @@ class LaunchEnv:
             slurm_job_id=source.get("SLURM_JOB_ID"),
             omp_num_threads=_omp_num_threads(source),
             error_file=source.get("TORCHELASTIC_ERROR_FILE"),
+            launch_record=source.get(LAUNCH_RECORD),
         )
         if env.world_size > RANKS.most:
             raise LaunchEnvError(f"WORLD_SIZE={env.world_size}: at most {RANKS.most} ranks are possible")
@@ -86,6 +90,13 @@ class LaunchEnv:
                 f"LOCAL_WORLD_SIZE={env.local_world_size}: start the processes with torchrun"
             )
         return env
+
+    @property
+    def record_of_attempt(self) -> str | None:
+        """The folder for a second copy of exit.json; None where no launcher of ours reads it."""
+        return (
+            None if self.launch_record is None else os.path.join(self.launch_record, str(self.restart_count))
+        )
 
     def check_meeting_place(self) -> None:
         """Raises LaunchEnvError where MASTER_ADDR and MASTER_PORT cannot name one, and there is somebody to meet."""
@@ -108,8 +119,13 @@ class LaunchEnv:
 
     @staticmethod
     def memory_bytes() -> int:
-        """Memory of this machine, or what its container may have of it."""
+        """Memory of this machine, or what this process's control groups may have of it."""
         return available_memory.total_bytes()
+
+    def ranks_here(self, world_size: int | None) -> int:
+        """Ranks that share this host, in a launch of `world_size` that is only checked: as many as the launcher has
+        started here; without one, all of them."""
+        return self.local_world_size if self.world_size > 1 or world_size is None else world_size
 
     def gpu_present(self, dev: Path = Path("/dev")) -> bool:
         """Whether this machine shows a GPU, judged without torch: device files and CUDA_VISIBLE_DEVICES."""
@@ -121,6 +137,11 @@ class LaunchEnv:
 def terminal_is_dumb() -> bool:
     """Whether TERM says that what is written stays as it is."""
     return os.environ.get("TERM", "") in ("", "dumb")
+
+
+def colour_is_unwanted() -> bool:
+    """Whether NO_COLOR is set, and not empty."""
+    return bool(os.environ.get("NO_COLOR"))
 
 
 @functools.cache

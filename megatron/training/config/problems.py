@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.core.words import counted
+from megatron.core.words import counted, printable
 
 # How messages end that are told together, by what they say of several flags.
 NOT_SUPPORTED, REQUIRED = " is not supported", " is required"
@@ -93,7 +93,7 @@ def render_problems(problems: Iterable[Problem], width: int | None = None) -> st
         )
         texts = [f"{n:3d}. [{', '.join(rules)}] {_together(cause.problems)}", f"     fix: {cause.fix}"]
         texts += [f"     follows from it: {_together(cause.follows)}"] if cause.follows else []
-        for text in texts:
+        for text in map(printable, texts):
             lines += [text] if width is None else _wrapped(text, width)
     more = [f"     ... and {len(causes) - MAX_SHOWN} more"] if len(causes) > MAX_SHOWN else []
     return "\n".join([*lines, *more])

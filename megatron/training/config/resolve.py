@@ -22,14 +22,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.distributed import sharding
-from megatron.core.model_parallel_config import asked_schedules
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
+from megatron.core.parallelism_config import asked_schedules
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.sharding_table import grads_are_sharded, weights_are_sharded
 from megatron.core.transport.rank_grid import RankGridError, check_instances
+from megatron.core.words import counted
 from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.config.expressions import Names, filled, parsed, rows, value_of
 from megatron.training.config.rule_table import Context, refusal, spelled
@@ -45,12 +46,13 @@ CORPORA = (
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Facts about where the run is: ranks of the launcher, a GPU or not, memory for a rank where they share the
-    machine's."""
+    """Facts about where the run is: ranks of the launcher, a GPU or not, memory of the machine (None: not known), and
+    how many ranks share it."""
 
     world_size: int = 1
     has_gpu: bool = False
-    rank_memory_bytes: int | None = None
+    memory_bytes: int | None = None
+    ranks_here: int = 1
 
 
 @dataclasses.dataclass
@@ -116,6 +118,12 @@ def _apply(row: Mapping[str, str], s: Settings, found: Any, names: Names) -> Non
 
 
 # Functions of this table, and of the rules
+
+
+def memory_share(c: Context) -> str:
+    whole, share = (f"{size / 2**30:.2f} GiB" for size in (c.memory_bytes, c.memory_bytes // c.ranks_here))
+    ranks = counted(c.ranks_here, "rank")
+    return f"{share}: of the {whole} that this machine or its control group has, for {ranks} here"
 
 
 def tflops(c: Context) -> float:
@@ -254,6 +262,10 @@ def known_vocabulary(tokenizer_type: str | None, vocab_size: int | None) -> int 
     if tokenizer_type == "ByteTokenizer":
         return BYTE_VOCABULARY
     return vocab_size + 1 if tokenizer_type == "NullTokenizer" and vocab_size is not None else None
+
+
+def missing_ranks(c: Context) -> str:
+    return ", ".join(str(rank) for rank in c.profile_ranks if rank >= c.world_size)
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {

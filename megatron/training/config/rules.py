@@ -14,7 +14,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.command import as_called
@@ -107,16 +107,21 @@ def _rules() -> Iterator[Rule]:
 RULES = tuple(_rules())
 
 
-def broken_rules(context: RuleContext) -> list[Problem]:
-    """Every rule that the configuration breaks, in table order, after unsupported flags."""
-    broken, names = [], context.named(FUNCTIONS)
+def broken_rules(context: RuleContext, about: Collection[str] | None = None) -> list[Problem]:
+    """Every rule that the configuration breaks, in table order, after unsupported flags.
+
+    about: only rules of these flags alone, for callers who know of no others.
+    """
+    broken, names = unsupported_flags(context), context.named(FUNCTIONS)
     for rule in RULES:
+        if about is not None and not set(rule.flags) <= set(about):
+            continue
         if (told := rule.fault(context)) is not None:
             message, fix = told, as_called(filled(rule.fix, names, context.told))
             if not fix:
                 message, _, fix = told.rpartition("; ")
             broken.append(Problem(rule.id, rule.flags, message or told, fix))
-    return unsupported_flags(context) + broken
+    return broken
 
 
 def unsupported_flags(context: RuleContext) -> list[Problem]:
@@ -143,9 +148,14 @@ def _asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[Used
     return [u for u in asking if u not in idle], idle
 
 
-def inert_flags(used: Sequence[UsedFlag]) -> list[str]:
-    """A warning for each accepted flag without effect, with why."""
+def inert_flags(used: Sequence[UsedFlag], values: Mapping[str, Any]) -> list[str]:
+    """A warning for each accepted flag without effect, with why. values: of fields that something was said of."""
     told = {u.spelling: u.entry.why for u in used if u.entry.state is FlagState.INERT}
+    for entry in flag_table().values():
+        if entry.state is FlagState.INERT and entry.field is not None:
+            default = entry.field.default
+            if values.get(entry.name, default) != default:
+                told[entry.spelling] = entry.why
     for u in _asked_and_idle(used)[1]:
         told[u.spelling] = f"it is a setting of {' or '.join(u.entry.setting_of)}, which is not given"
     return [f"{flag} has no effect here: {why}" for flag, why in told.items()]

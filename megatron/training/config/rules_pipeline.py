@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import contextlib
 
-from megatron.core.model_parallel_config import V_BY_MEMORY, asked_schedules, describe_schedule
 from megatron.core.models.gpt.parameter_count import count_parameters
 from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of
+from megatron.core.parallelism_config import V_BY_MEMORY, asked_schedules, describe_schedule
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
-from megatron.core.words import counted
+from megatron.core.words import counted, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.state_bytes import state_bytes
@@ -128,7 +128,7 @@ def _too_few(c: RuleContext, least: int, why: str) -> str | None:
     if fewest >= least:
         return None
     where = "the first batch of --rampup-batch-size" if c.rampup_batch_size else c.told("global_batch_size")
-    return f"{where} has {fewest} microbatch{'' if fewest == 1 else 'es'} a rank, {why}"
+    return f"{where} has {counted(fewest, 'microbatch')} a rank, {why}"
 
 
 def validated_memory_fault(c: RuleContext) -> str | None:
@@ -148,8 +148,8 @@ def validated_memory_fault(c: RuleContext) -> str | None:
     if needed * c.env.local_world_size <= c.memory_bytes:
         return None
     return (
-        f"a rank holds {needed / 2**30:.1f} GiB of weights, optimizer state, gradients{' and copies' * copies} that "
-        f"are kept until a step is decided on; this machine has {c.memory_bytes / 2**30:.1f} GiB for "
+        f"a rank holds {size_text(needed)} of weights, optimizer state, gradients{' and copies' * copies} that "
+        f"are kept until a step is decided on; this machine has {size_text(c.memory_bytes)} for "
         f"{counted(c.env.local_world_size, 'rank')}"
     )
 

@@ -12,7 +12,7 @@ from megatron.core.list_expression import ListExpressionError, parse_split
 from megatron.core.optimizer.schedule_lengths import schedule_faults, schedule_lengths
 from megatron.core.safe_files import open_regular, read_json
 from megatron.core.transport.rank_grid import RankGridError
-from megatron.core.words import counted
+from megatron.core.words import counted, duration, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.microbatches import BatchScheduleError
 from megatron.training.config.resolve import grid_fault
@@ -48,9 +48,10 @@ def first_batch(c: RuleContext) -> int:
 
 
 def index_fault(c: RuleContext) -> str | None:
-    """That the index of all samples takes more memory than there is."""
+    """That the index of all samples, of which each machine makes one, takes more memory or time than there is. Mock
+    samples need none."""
     batches, training, evaluation = c.config.batch_schedule_or_none(), c.config.training, c.config.evaluation
-    if not reads_data(c) or batches is None or c.seq_length is None:
+    if not reads_data(c) or c.mock_data or batches is None:
         return None
     asked = sizes.requested_sizes(
         train_samples=0 if evaluation.skip_train else training.train_samples,
@@ -60,17 +61,17 @@ def index_fault(c: RuleContext) -> str | None:
         global_batch_size=training.global_batch_size,
     )
     samples = asked.train + asked.test + (0 if c.full_validation else asked.valid)
-    places = samples + (2 * samples * c.seq_length // sizes.MOCK_LONGEST_DOCUMENT if c.mock_data else 0)
-    size, here = sizes.BYTES_PER_SAMPLE * places, c.env.local_world_size
-    if places > sizes.MAX_SAMPLES:
-        limit = f"at most {sizes.BYTES_PER_SAMPLE * sizes.MAX_SAMPLES / 2**30:.0f} GiB are made"
-    elif not c.check_only and here * size > c.memory_bytes:
-        limit = f"this machine has {c.memory_bytes / 2**30:.1f} GiB for {counted(here, 'rank')}"
+    size, making = sizes.BYTES_PER_SAMPLE * samples, sizes.MAKING_BYTES_PER_SAMPLE * samples
+    if samples > sizes.MAX_SAMPLES:
+        limit = f"at most {size_text(sizes.BYTES_PER_SAMPLE * sizes.MAX_SAMPLES)} are made"
+    elif not c.check_only and making > c.memory_bytes:
+        limit = f"making it takes {size_text(making)} of memory, this machine has {size_text(c.memory_bytes)}"
     else:
         return None
     return (
-        f"the run asks for {samples} samples, training, validation and test together: their index takes "
-        f"{size / 2**30:.1f} GiB on every rank and {sizes.S_PER_SAMPLE * places / 60:.0f} minutes; {limit}"
+        f"the run asks for {counted(samples, 'sample')}, training, validation and test together: their index takes "
+        f"{size_text(size)} on the disk of --data-cache-path, once a machine, and "
+        f"{duration(sizes.S_PER_SAMPLE * samples)} to make; {limit}"
     )
 
 

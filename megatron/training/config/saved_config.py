@@ -1,22 +1,24 @@
 """The configuration in a checkpoint: checked, and what a run takes from it (floor 0).
 
-Every field is of the type that its flag has. --use-checkpoint-args takes the model's shape and its tokenizer; every
-load takes the padded vocabulary, which of a checkpoint does not follow the tensor parallel size.
+Every field is of the type that its flag has. What decides the meaning of weights is marked at its field (`weights` of
+`arg`): a load compares it, and --use-checkpoint-args takes it, with the rest of the model's shape and its tokenizer.
+Every load takes the padded vocabulary, which of a checkpoint does not follow the tensor parallel size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron.core import schema
-from megatron.core.config_base import IDS, value_type
+from megatron.core.config_base import IDS, arg_info, bounds_of, flag_names, value_type
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.schema import Place, check, integer, or_null
+from megatron.core.schema import Place, check, integer, number, one_of, or_null
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
@@ -24,19 +26,10 @@ from megatron.training.config.values import convert_loaded
 
 CHECKPOINT = "checkpoint"  # the origin of a value that a checkpoint gave
 
-# What --use-checkpoint-args takes.
-CHECKPOINT_FIELDS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
-    "num_query_groups seq_length max_position_embeddings position_embedding_type rotary_base "
-    "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
-    "rope_scaling_factor untie_embeddings_and_output_weights make_vocab_size_divisible_by "
-    "padded_vocab_size normalization norm_epsilon apply_layernorm_1p qk_layernorm swiglu geglu geglu_tanh "
-    "embedding_multiplier add_attention_output_bias quick_geglu squared_relu openai_gelu add_bias_linear "
-    "add_qkv_bias apply_query_key_layer_scaling tokenizer_type tokenizer_model vocab_file merge_file "
-    "vocab_size tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens"
-).split()
-# Of these, what a flag may still change: training on longer or shorter sequences is legal.
-_FLAG_WINS = ("seq_length", "tokenizer_model", "vocab_file", "merge_file")
+_MARKS = {name: info for name, (_, field) in FIELDS.items() if (info := arg_info(field)) is not None}
+# What a load compares, and what --use-checkpoint-args takes.
+WEIGHT_FIELDS = tuple(name for name, info in _MARKS.items() if info.weights)
+CHECKPOINT_FIELDS = tuple(name for name, info in _MARKS.items() if info.weights or info.from_checkpoint)
 # Factors of the sizes of matrices that every layer has.
 _MATRICES = (
     ("ffn_hidden_size", "hidden_size"),
@@ -53,11 +46,21 @@ def _text(value: Any, place: Place) -> None:
 
 
 def _schema_of(field: dataclasses.Field[Any]) -> schema.Schema:
-    """What a flag's value is in JSON: null while nothing has given it."""
-    kind, number = value_type(field.type), integer(low=-schema.MAX_INT)
-    kinds = {bool: schema.boolean, int: number, float: schema.number(), str: _text}
-    one = schema.one_of(*kind.choices) if kind.choices else kinds[kind.kind]
-    return or_null(schema.array(one) if kind.many else one)
+    """What a flag's value is in JSON, by the type that reads its words: null while nothing has given it."""
+    kind, bounds = value_type(field.type), bounds_of(field)
+    most = 0 if bounds is None else bounds.most
+    # Integers as earlier versions bounded them, at least.
+    kinds: dict[type, schema.Schema] = {
+        bool: schema.boolean,
+        int: integer(-schema.MAX_INT, max(schema.MAX_INT, int(most))),
+        float: number(high=most),
+        str: _text,
+    }
+    value = kinds[kind.kind]
+    if kind.choices:
+        words = one_of(*kind.choices)
+        value = words if kind.kind is str else schema.text_or(words, value)
+    return or_null(schema.array(value) if kind.many else value)
 
 
 SCHEMAS = {name: _schema_of(field) for name, (_, field) in FIELDS.items()}
@@ -104,7 +107,7 @@ def apply_checkpoint_args(
     """
     values, origin, warnings = dict(values), dict(origin), []
     for name in CHECKPOINT_FIELDS:
-        if name not in saved or (name in _FLAG_WINS and name in values):
+        if name not in saved or (_MARKS[name].from_checkpoint == "unset" and name in values):
             continue
         try:
             value = convert_loaded(flag_table()[name], saved[name])
@@ -115,6 +118,51 @@ def apply_checkpoint_args(
             warnings.append(f"--use-checkpoint-args: {told}")
         values[name], origin[name] = value, CHECKPOINT
     return values, origin, warnings
+
+
+def is_elsewhere(load: str | None) -> bool:
+    """Whether `--load` names what is not on this machine."""
+    return load is not None and not os.path.exists(load)
+
+
+def may_be_overruled(flags: Sequence[str], given: Collection[str]) -> bool:
+    """Whether what is wrong with these flags may be right once --use-checkpoint-args has taken the checkpoint's values.
+    given: settings with a value here."""
+    taken = {flag: _MARKS[name] for name in CHECKPOINT_FIELDS for flag in flag_names(FIELDS[name][1])}
+    stay = {flag_names(FIELDS[name][1])[0] for name in given if name in FIELDS}
+    always = (taken[flag].from_checkpoint != "unset" for flag in flags if flag in taken)
+    return any(always) or all(flag in taken and flag not in stay for flag in flags)
+
+
+def weight_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The settings that decide what weights mean and are not those of a checkpoint, each with both values.
+
+    saved: its configuration. here: this run's, flat. What one of them does not name is not compared, but for settings
+    of ours, which came later: what does not name them is of a model without.
+    """
+    saved = {name: FIELDS[name][1].default for name in WEIGHT_FIELDS if _MARKS[name].ours} | dict(saved)
+    compared = (name for name in WEIGHT_FIELDS if name in saved and name in here)
+    return [
+        f"{name}: checkpoint {before!r}, this run {now!r}"
+        for name in compared
+        if _decides(name, saved) and _decides(name, here)
+        if (before := _plain(name, saved)) != (now := _plain(name, here))
+    ]
+
+
+def _decides(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a setting decides what weights mean, beside the others of its configuration."""
+    mark = _MARKS[name].weights
+    if isinstance(mark, bool):
+        return mark
+    other, value = mark
+    return config.get(other) == value and _decides(other, config)
+
+
+def _plain(name: str, config: Mapping[str, Any]) -> Any:
+    """A value as JSON has it; what is unset in older checkpoints is the default."""
+    value = FIELDS[name][1].default if config[name] is None else config[name]
+    return list(value) if isinstance(value, tuple) else value
 
 
 def saved_padded_vocabulary(settings: Mapping[str, Any]) -> int | None:

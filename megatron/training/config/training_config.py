@@ -155,6 +155,40 @@ class LoggingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfilingConfig:
+    """What a run records of itself for a profiler, and what it says of memory."""
+
+    profile: bool = arg(
+        False,
+        "profile a window of iterations; by itself for nsys: ranges of NVTX, and where its capture starts and stops",
+    )
+    profile_step_start: Index = arg(10, "iterations that are done when the window begins", unit="iterations")
+    profile_step_end: Index = arg(12, "iterations that are done when it ends", unit="iterations")
+    use_pytorch_profiler: bool = arg(
+        False, "with --profile: torch.profiler, a trace for each rank in the folder of the run"
+    )
+    profile_ranks: tuple[Index, ...] = arg((0,), "ranks that are profiled")
+    pytorch_profiler_collect_shapes: bool = arg(False, "shapes of inputs in the trace")
+    pytorch_profiler_collect_callstack: bool = arg(False, "Python's call stacks in the trace")
+    record_memory_history: bool = arg(
+        False,
+        "snapshots of the memory of a GPU, by the last rank at each log interval, and where it runs out",
+    )
+    memory_snapshot_path: str | None = arg(
+        None, "file of these snapshots", derived="snapshot.pickle in the folder of the run"
+    )
+    log_memory_interval: Size | None = arg(
+        None,
+        "iterations between lines on the memory of each rank",
+        unit="iterations",
+        derived="one line in a run",
+    )
+    log_device_memory_used: bool = arg(
+        False, "memory in use on the whole GPU, of all processes, in these lines"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class ReliabilityConfig:
     """What happens when something goes wrong."""
 

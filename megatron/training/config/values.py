@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core.config_base import bounds_of, flag_names
 from megatron.core.list_expression import parse_list_expression, parse_pair
 from megatron.core.safe_files import read_text
+from megatron.core.words import printable
 from megatron.training.config.config import FIELDS, GROUPS, MAX_GUESSES, closest_name
 from megatron.training.config.flag_table import FlagEntry
 from megatron.training.config.problems import Problem
@@ -96,6 +97,8 @@ def check_words(words: Sequence[str]) -> None:
             raise ValueError(f"expects UTF-8 text, got {shown(word)}") from None
         if "\0" in word:
             raise ValueError(f"expects a text without NUL bytes, got {shown(word)}")
+        if printable(word) != word:  # it would come into log lines
+            raise ValueError(f"expects a text without control characters, got {shown(word)}")
         if length > MAX_WORD_BYTES:
             raise ValueError(f"expects at most {MAX_WORD_BYTES} bytes, got {length}: {shown(word)}")
 

@@ -21,12 +21,14 @@ import select
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megatron.core.dist_checkpointing.catalog import CONSOLE_FILE
 from megatron.core.safe_files import open_for_append
-from megatron.training.config.launch_env import terminal_is_dumb
+from megatron.training.config.launch_env import colour_is_unwanted, terminal_is_dumb
+from megatron.training.guard.colours import painted
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -174,7 +176,11 @@ def lost_output() -> list[str]:
 
 def on_terminal(fd: int = 1) -> bool:
     """Whether standard output (fd 2: error) is read by a person, on a terminal on which a line can be written over."""
-    return isinstance(sys.stdout, ConsoleStream) and _FILES[fd].isatty() and not terminal_is_dumb()
+    return (
+        isinstance(sys.stdout if fd == 1 else sys.stderr, ConsoleStream)
+        and _FILES[fd].isatty()
+        and not terminal_is_dumb()
+    )
 
 
 def terminal_width() -> int:
@@ -185,8 +191,8 @@ def terminal_width() -> int:
 def say(text: object, brief: str | None = None) -> None:
     """Print a line in one write: `print` makes two when output is unbuffered, and ranks share one pipe.
 
-    A terminal breaks it between words. brief: what a terminal shows in its place, nothing where it is empty; the log
-    file has the text.
+    A terminal breaks it between words, and shows it in colours. brief: what a terminal shows in its place, nothing
+    where it is empty; the log file has the text.
     """
     if not on_terminal():
         sys.stdout.write(f"{text}\n")
@@ -194,8 +200,24 @@ def say(text: object, brief: str | None = None) -> None:
         return
     sys.stdout.flush()
     shown = "" if brief == "" else f"{text if brief is None else brief}\n"
-    rows = "".join(wrapped(line, terminal_width()) for line in shown.splitlines(keepends=True))
+    rows = _in_colours("".join(wrapped(line, terminal_width()) for line in shown.splitlines(keepends=True)))
     _FILES[1].show(*(told.encode(sys.stdout.encoding, "backslashreplace") for told in (rows, f"{text}\n")))
+
+
+def complain(text: str) -> None:
+    """The same on standard error, not broken."""
+    if not on_terminal(2):
+        print(text, file=sys.stderr, flush=True)
+        return
+    sys.stderr.flush()
+    rows, plain = (
+        f"{shown}\n".encode(sys.stderr.encoding, "backslashreplace") for shown in (_in_colours(text), text)
+    )
+    _FILES[2].show(rows, plain)
+
+
+def _in_colours(text: str) -> str:
+    return text if colour_is_unwanted() else "".join(map(painted, text.splitlines(keepends=True)))
 
 
 def wrapped(line: str, width: int) -> str:
@@ -225,8 +247,21 @@ def show_bar(text: str | None) -> None:
     rank draws the bar. Every rank of a run that has one calls it."""
     if on_terminal():
         erased = _ERASE_BELOW if text is None and _TERMINAL.bar else b""
-        _TERMINAL.bar = None if text is None else text.encode(sys.stdout.encoding, "replace")
+        _TERMINAL.bar = None if text is None else _in_colours(text).encode(sys.stdout.encoding, "replace")
         _FILES[1]._put(_TERMINAL.above_bar() or erased)
+
+
+@contextlib.contextmanager
+def torch_quiet() -> Iterator[None]:
+    """What torch's C++ says on descriptor 2 meanwhile is dropped."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _guarded(stream: TextIO | None, file: ConsoleFile) -> TextIO:

@@ -17,11 +17,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.command import as_called
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
-from megatron.training.guard.console import show_bar
+from megatron.core.schema import Place, check, fields_of, integer, or_null
+from megatron.training.guard.console import complain, show_bar
 
 EXIT_FILE = "exit.json"
 MAX_BYTES = 1 << 20  # of exit.json; a reason may list many problems
@@ -70,8 +71,16 @@ class ExitStatus(enum.IntEnum):
         "a machine is not to be trusted: two different non-finite results under `--nan-policy rerun-once`, or "
         "different weights on replicas, found by `--check-weight-hash-across-dp-replicas-interval`",
     )
-    STOPPED = 75, "stopped by a signal with a valid checkpoint: start again with the same command", True
+    STOPPED = (
+        75,
+        "stopped by a signal with a valid checkpoint, or with `--save` before training began: start again with the "
+        "same command",
+        True,
+    )
     STOPPED_UNSAVED = 143, "stopped by a signal without `--save`: nothing to go on from"
+
+
+REFUSALS = (ExitStatus.CONFIGURATION, ExitStatus.CHECKPOINT, ExitStatus.DATA)  # what was asked for cannot be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +113,34 @@ class ExitRecord:
         return cls(status, reason, iteration, checkpoint, rank, status.requeue)
 
 
+def _words(value: Any, place: Place) -> None:
+    """A message may have any characters, and as many as the file."""
+    if not isinstance(value, str):
+        place.fail("text", value)
+
+
+def _status(value: Any, place: Place) -> None:
+    integer()(value, place)
+    if value not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
+        place.fail("an exit status", value)
+
+
+_OWN = {"status": _status, "reason": _words, "iteration": or_null(integer()), "checkpoint": or_null(_words)}
+_SCHEMA = fields_of(ExitRecord, **_OWN)
+
+
 class TrainingExit(Exception):  # noqa: N818 - an end, not an error
     """Raised where the loop decides to end the run early with a status that is not an error of a part."""
 
     def __init__(self, status: ExitStatus, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
+
+
+def stopped_status(save: str | None) -> ExitStatus:
+    """The status of a run that a signal stopped, once it is saved or before it began to train: with --save the same
+    command goes on."""
+    return ExitStatus.STOPPED_UNSAVED if save is None else ExitStatus.STOPPED
 
 
 def clear_exit_json(directory: str | Path) -> None:
@@ -130,25 +161,26 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
     return target
 
 
-def leave_exit_json(directory: str | Path | None, record: ExitRecord) -> None:
-    """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none."""
-    if directory is not None:
+def leave_exit_json(directory: str | Path | None, record: ExitRecord, launcher: str | None = None) -> None:
+    """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none.
+    launcher: the folder of a second one, `LaunchEnv.record_of_attempt`."""
+    for folder in (one for one in (directory, launcher) if one is not None):
         try:
-            write_exit_json(directory, record)
+            write_exit_json(folder, record)
         except OSError as problem:
-            _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {directory}: {problem}")
+            _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {folder}: {problem}")
 
 
-def tell_launcher(error_file: str | None, status: ExitStatus, text: str) -> bool:
+def tell_launcher(error_file: str | None, status: ExitStatus, text: str, *, printed: bool = False) -> bool:
     """Leave the text where torchrun looks (`LaunchEnv.error_file`): it then ends its own report with it. False where
-    there is no such place.
+    there is no such place. printed: this rank has said it too, for `tools/launch.py`, which says what was not.
 
     It takes the earliest failure of a machine for the cause, in whole seconds: a rank that knows a reason of its own is
     dated before those that have lost a peer or were ended by the launcher.
     """
     if error_file is not None:
         seconds = int(time.time()) - (status is not ExitStatus.PEER_LOST)
-        extra = {"py_callstack": f"\n{text}", "timestamp": str(seconds)}
+        extra = {"py_callstack": f"\n{text}", "timestamp": str(seconds), "printed": printed}
         with contextlib.suppress(OSError):
             publish_text(error_file, json.dumps({"message": {"message": text, "extraInfo": extra}}))
             return True
@@ -162,14 +194,13 @@ def read_exit_json(directory: str | Path) -> ExitRecord | None:
     """
     path = Path(directory) / EXIT_FILE
     try:
-        record = ExitRecord(**read_json(path, max_bytes=MAX_BYTES))
-        if record.status not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
-            raise ValueError(f"unknown status {record.status}")
-        return record
+        fields = read_json(path, max_bytes=MAX_BYTES)
+        check(_SCHEMA, fields, Place(path))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not an exit record: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not an exit record: {str(error).removeprefix(f'{path}: ')}") from None
+    return ExitRecord(**fields)
 
 
 StatusTable = Mapping[type[BaseException], ExitStatus]
@@ -195,11 +226,13 @@ def report_failure(
     checkpoint: str | None = None,
     diagnose: Callable[[], str] | None = None,
     error_file: str | None = None,
+    launcher: str | None = None,
 ) -> ExitStatus:
     """Print the message of an exception (of bugs the traceback), write `exit.json` into `directory`, tell the launcher,
     and return the status to exit with.
 
-    diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose).
+    diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose). launcher: see
+    `leave_exit_json`; one that reads records prints what refuses a run itself, once and last.
     """
     status, reason = status_of(error, table), as_called(str(error)) or type(error).__name__
     if status is ExitStatus.BUG:
@@ -207,27 +240,38 @@ def report_failure(
         told = f"[rank {rank}] internal error, exit status {int(status)}:\n{trace}"
     else:
         kind = status.name.lower().replace("_", " ")
-        told = f"[rank {rank}] error ({kind}, exit status {int(status)}): {reason}"
-    _tell(told)
+        is_stop = status in (ExitStatus.STOPPED, ExitStatus.STOPPED_UNSAVED)
+        what = "stopped (" if is_stop else f"error ({kind}, "
+        told = f"[rank {rank}] {what}exit status {int(status)}): {reason}"
+    left = launcher is not None and status in REFUSALS and tell_launcher(error_file, status, told)
+    if not left:
+        _tell(told)
     if status is ExitStatus.PEER_LOST and diagnose is not None:
         found = diagnose()
         _tell(f"[rank {rank}] {found}")
         told += f"\n[rank {rank}] {found}"
         reason = f"{found}; {reason}"  # who is to blame, then where it was missed
-    tell_launcher(error_file, status, told)
+    if not left:
+        tell_launcher(error_file, status, told, printed=True)
     record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
-    leave_exit_json(directory, record)
+    leave_exit_json(directory, record, launcher)
     return status
 
 
 def _tell(text: str) -> None:
     """Say it, if anybody hears: who read our streams may be gone, and the status has to be recorded all the same."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        complain(text)
 
 
 def second_signal(
-    signum: int, directory: str | Path | None, *, rank: int, iteration: int | None, checkpoint: str | None
+    signum: int,
+    directory: str | Path | None,
+    *,
+    rank: int,
+    iteration: int | None,
+    checkpoint: str | None,
+    launcher: str | None = None,
 ) -> int:
     """The end of a run by a second signal: says so, writes `exit.json`, and returns the status to stop with.
 
@@ -239,7 +283,7 @@ def second_signal(
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {checkpoint or 'none'}\n".encode())
     requeue = checkpoint is not None
-    leave_exit_json(directory, ExitRecord(status, reason, iteration, checkpoint, rank, requeue))
+    leave_exit_json(directory, ExitRecord(status, reason, iteration, checkpoint, rank, requeue), launcher)
     return status
 
 

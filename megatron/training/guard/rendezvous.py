@@ -6,10 +6,8 @@ naming the variable: torch alone would wait for it without end, or print its own
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-import os
 import re
 import socket
 import threading
@@ -18,11 +16,15 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from megatron.core.transport import waiting
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
+from megatron.training.guard.console import torch_quiet
 
 RESOLVE_S = 10.0  # names of containers that have just been started come late
 ANSWER_S = 10.0  # a store answers in milliseconds
+NEIGHBOUR_S = 2.0  # one on this machine
+MEETING = "meeting"  # the part of a store in which ranks say who they are
 LAUNCHER_S = 60.0  # a launcher hosts its store before it starts ranks; of thousands, attempts may be refused
 PAUSES_S = (0.002, 1.0)  # between two attempts: the first pause, and the longest
 
@@ -78,7 +80,7 @@ def _retried(call: Callable[[], object], patience_s: float) -> tuple[Exception, 
         except (OSError, UnicodeError) as error:
             if (waited_s := time.monotonic() - began) > patience_s or isinstance(error, UnicodeError):
                 return error, waited_s
-        time.sleep(next(waits))
+        waiting.pause(next(waits))
 
 
 def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
@@ -96,9 +98,33 @@ def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
 
 
 def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
-    """The store itself. In a thread, because torch waits without end for a listener that does not answer."""
+    """The store itself. Raises LaunchEnvError where there is none."""
+    found = _made(env, hosts)
+    if hosts and _is_taken(found):
+        # Perhaps by another process of this launch that was told to be rank 0: the meeting names both.
+        other = _made(env, hosts=False, answer_s=NEIGHBOUR_S)
+        if isinstance(other, dist.TCPStore) and _is_met_at(other, env):
+            return other
+    if isinstance(found, dist.TCPStore):
+        return found
+    raise LaunchEnvError(_unusable(env, hosts, str(found) or type(found).__name__)) from None
+
+
+def _is_met_at(store: dist.TCPStore, env: LaunchEnv) -> bool:
+    """Whether a rank 0 says who it is in this store, or does so soon."""
+    key = f"attempt{env.restart_count}/{MEETING}/came/0"
+    return _retried(lambda: _there(store, key), ANSWER_S) is None
+
+
+def _there(store: dist.TCPStore, key: str) -> None:
+    if not store.check([key]):
+        raise OSError(f"no {key}")
+
+
+def _made(env: LaunchEnv, hosts: bool, answer_s: float = ANSWER_S) -> dist.TCPStore | Exception:
+    """In a thread, because torch waits without end for a listener that does not answer."""
     made: list[dist.TCPStore | Exception] = []
-    place = env.master_addr, env.master_port or 0, env.world_size, hosts, datetime.timedelta(seconds=ANSWER_S)
+    place = env.master_addr, env.master_port or 0, env.world_size, hosts, datetime.timedelta(seconds=answer_s)
     store = functools.partial(dist.TCPStore, *place, wait_for_workers=False, use_libuv=env.use_libuv)
 
     def make() -> None:
@@ -108,13 +134,17 @@ def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
             made.append(error)
 
     thread = threading.Thread(target=make, name="store", daemon=True)
-    with _torch_quiet():
+    with torch_quiet():  # pages of frames, for what the error says too
         thread.start()
-        thread.join(ANSWER_S * 1.5)
-    found = made[0] if made else TimeoutError(f"no answer within {ANSWER_S * 1.5:g} s")
-    if isinstance(found, dist.TCPStore):
-        return found
-    raise LaunchEnvError(_unusable(env, hosts, str(found) or type(found).__name__)) from None
+        deadline = time.monotonic() + answer_s * 1.5
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.1)
+            waiting.pause(0.0)
+    return made[0] if made else TimeoutError(f"no answer within {answer_s * 1.5:g} s")
+
+
+def _is_taken(found: dist.TCPStore | Exception) -> bool:
+    return isinstance(found, Exception) and "EADDRINUSE" in str(found)
 
 
 def _unusable(env: LaunchEnv, hosts: bool, why: str) -> str:
@@ -128,16 +158,3 @@ def _unusable(env: LaunchEnv, hosts: bool, why: str) -> str:
         f"{who} finds no store of a launch at {_place(env)}: what listens there is something else, or answers too late "
         f"({why}); name the host of rank 0 and a free port of it"
     )
-
-
-@contextlib.contextmanager
-def _torch_quiet() -> Iterator[None]:
-    """What torch's C++ says on descriptor 2 meanwhile is dropped: pages of frames, for what the error says too."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -15,7 +15,8 @@ from typing import Any
 
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus, clear_exit_json
-from megatron.training.guard.lease import Holder, Lease, LeaseError, LeaseState, look, take
+from megatron.training.guard.lease import Lease, LeaseError, take
+from megatron.training.guard.lease_holder import Holder, LeaseState, look
 
 RUNS = "runs"
 DIRECTORY_MODE = 0o750  # outputs on shared clusters are not for everybody

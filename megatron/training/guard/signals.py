@@ -1,4 +1,4 @@
-"""Stop on SIGTERM, SIGINT and SIGHUP: the first asks the loop to save and leave, the second stops at once.
+"""Stop on SIGTERM, SIGINT, SIGHUP and SIGUSR1: the first asks the loop to save and leave, the second stops at once.
 
 [Note: two roads] A Python handler runs only between two bytecodes of the main thread, and the main thread
 may sit in a collective that never returns. So the interpreter's wake-up descriptor, written by the C handler
@@ -7,7 +7,7 @@ at once, is read by a small thread, and that thread can end the process while th
 [Note: echo] Slurm signals the launcher and the ranks, and the launcher forwards the signal: the same request
 arrives twice within milliseconds. A repetition within ECHO_S of the first is therefore the same request.
 
-A SIGHUP that is ignored when we come stays ignored: whoever started us with `nohup` means to hang up.
+SIGUSR1 is what batch systems are asked to send ahead of the end (Slurm's `--signal=USR1@60`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,38 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 ECHO_S = 0.25
 
 
 def default_second(signum: int) -> int:
     """Status of a process ended by a signal, as shells report it."""
     return 128 + signum
+
+
+class StopRequested(BaseException):
+    """A signal asked to stop while this rank waited for others, with nothing trained yet that would be saved."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} before training began; nothing is lost")
+        self.name = name
+
+
+def end_at_once(last_words: Callable[[StopRequested], int]) -> None:
+    """Until a SignalHandler takes over, a stop signal ends the process with the status that last_words returns."""
+
+    def end(signum: int, frame: object) -> None:
+        os._exit(last_words(StopRequested(signal.Signals(signum).name)))
+
+    if threading.current_thread() is threading.main_thread():
+        for number in _ours():
+            _before.setdefault(number, signal.signal(number, end))
+
+
+def _ours() -> list[signal.Signals]:
+    """Not a SIGHUP that is ignored: whoever started us with `nohup` means to hang up."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (ignored and number is signal.SIGHUP)]
 
 
 class SignalHandler:
@@ -40,15 +65,25 @@ class SignalHandler:
         self._on_second, self._echo_s = on_second, echo_s
         self._first: signal.Signals | None = None
         self._first_at = 0.0
+        self._asked: str | None = None
         self._old: dict[signal.Signals, Any] = {}
         self._old_fd = -1
         self._ends: tuple[socket.socket, ...] = ()  # to read from, to write to; empty while not installed
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def requested(self) -> str | None:
-        """Name of the signal that asked to stop ("SIGTERM"), or None. Polled once an iteration, and agreed on by all
-        ranks."""
-        return self._first.name if self._first is not None else None
+        """Name of the signal that asked to stop ("SIGTERM"), what else did (`ask`), or None. Polled once an iteration,
+        and agreed on by all ranks."""
+        return self._asked if self._first is None else self._first.name
+
+    def ask(self, why: str) -> None:
+        """Ask the loop to save and leave as a first signal does. From any thread."""
+        self._asked = why
+
+    def end_waiting(self) -> None:
+        """For `waiting.ended_by`: raises StopRequested once a signal asks to stop."""
+        if self._first is not None:
+            raise StopRequested(self._first.name)
 
     def __enter__(self) -> SignalHandler:
         assert not self._ends, "signal handlers are already installed"
@@ -56,10 +91,10 @@ class SignalHandler:
         self._ends[1].setblocking(False)
         self._old_fd = signal.set_wakeup_fd(self._ends[1].fileno(), warn_on_full_buffer=False)
         self._thread.start()
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                # A handler must exist, else the default action kills the process; the thread counts.
-                self._old[number] = signal.signal(number, lambda signum, frame: None)
+        for number in _ours():
+            # A handler must exist, else the default action kills the process; the thread counts.
+            old = signal.signal(number, lambda signum, frame: None)
+            self._old[number] = _before.pop(number, old)
         _installed.append(self)
         return self
 
@@ -99,6 +134,7 @@ class SignalHandler:
 
 
 _installed: list[SignalHandler] = []
+_before: dict[signal.Signals, Any] = {}  # what `end_at_once` took the place of
 
 
 def _after_fork_in_child() -> None:

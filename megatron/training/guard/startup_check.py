@@ -23,9 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.transport import waiting
 from megatron.core.transport.peer_loss import PeerLostError, peer_loss_named
+from megatron.core.words import printable
 from megatron.training.config.launch_env import LaunchEnvError
-from megatron.training.guard.rendezvous import pauses
+from megatron.training.guard.rendezvous import MEETING, pauses
 
 PACKAGE_DIR = Path(__file__).resolve().parents[2]
 FAREWELL_S = 5.0  # the host of the store leaves last, but does not wait for the dead
@@ -56,7 +58,7 @@ class Meeting:
         self, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta, *, hosts: bool
     ) -> None:
         self.rank, self._everyone = rank, tuple(range(world_size))
-        self._store = dist.PrefixStore("meeting", store)
+        self._store = dist.PrefixStore(MEETING, store)
         self._hosts, self._timeout_s = hosts, timeout.total_seconds()
         self._began = time.monotonic()
 
@@ -86,6 +88,7 @@ class Meeting:
         first = store.compare_set(f"came/{rank}", "", mine).decode()
         store.add("arrived", 1)
         if first != mine:
+            self._hosts = False  # of two that were told to, the first one does
             other = first.partition(" ")[2]
             return self._object(f"RANK={rank} was given to two processes of one launch: {other}, and {who}")
         if rank == 0:
@@ -117,7 +120,7 @@ class Meeting:
                 return None
             if time.monotonic() - self._began > self._timeout_s:
                 return self._post({"missing": self._without("came") or self._without("facts") or [0]})
-            time.sleep(next(waits))
+            waiting.pause(next(waits))
 
     def _without(self, key: str) -> list[int]:
         return [rank for rank in self._everyone if not self._store.check([f"{key}/{rank}"])]
@@ -217,6 +220,6 @@ def mismatches(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int],
 
 
 def _shown(value: Any) -> str:
-    text = "no value" if value is None else str(value)
+    text = "no value" if value is None else printable(str(value))
     is_digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
     return f"digest {text[:12]}" if is_digest else text

@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.transport.traffic import TrafficCounter
+from megatron.core.words import time_text
 from megatron.training.guard import hang_diagnosis
 from megatron.training.guard.hang_diagnosis import ENDED, FAILING, RUNNING, ProgressRecord
 
+SAVING = "save"  # the phase in which a checkpoint is written
 INTERVAL_S = 0.4
 ECHO_EVERY = 10  # publications; `set` does not wait for an answer, so now and then one is asked for
 STORE_SILENT_S = 60.0  # without an answer: a store that thousands of ranks write to may be slow
@@ -127,8 +129,13 @@ class Watchdog:
         if self.store_error is not None:
             return f"the store at {self._store_host} is gone ({self.store_error})"
         if self._unanswered_s > STORE_SILENT_S:
-            return f"the store at {self._store_host} has not answered for {self._unanswered_s:.0f} s"
+            return f"the store at {self._store_host} has not answered for {time_text(self._unanswered_s, 2)}"
         return None
+
+    @property
+    def still_s(self) -> float:
+        """For how long the main thread has begun nothing new: 0 while it saves, which takes as long as it takes."""
+        return 0.0 if self._phase == SAVING else time.time() - self._progressed_at
 
     @property
     def place(self) -> str:
@@ -203,6 +210,8 @@ def _first_line(error: BaseException) -> str:
 
 POLL_S = 0.4
 GRACE_S = 2.0  # in which the main thread may meet the loss itself and name who is to blame
+LEAVE_S = 30.0  # for saving once the launcher is gone: what torchrun leaves to its ranks
+STILL_S = 5.0  # of these, without anything new: somebody hangs
 
 
 class OrphanedError(RuntimeError):
@@ -213,6 +222,10 @@ class OrphanGuard:
     """Ends a rank whose launcher or store is gone, from a thread, whatever the main thread waits for: nobody stops the
     ranks of a torchrun that was killed with -9, and the same command, started again, would be a second run. Looks until
     `close`, and calls `end` once, in its thread, with an OrphanedError.
+
+    [Note: a launcher that leaves] A signal that torchrun does not know (SIGUSR1, which Slurm sends to all of a step)
+    ends it and not its ranks. So a run that saves is asked to (`ask`, which says whether there is such a run), and is
+    ended only when it does not leave by itself: LEAVE_S later, or once it stands still (`still_s`).
 
     launcher: pid of the parent where that lives as long as its ranks (torchrun), None where it may end before them
     (srun, mpirun, a shell). store_trouble(s): what is wrong with the store, None while nothing is; called every s
@@ -225,8 +238,11 @@ class OrphanGuard:
         store_trouble: Callable[[float], str | None],
         where: Callable[[], str],
         end: Callable[[OrphanedError], None],
+        ask: Callable[[str], bool] = lambda why: False,
+        still_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._launcher, self._store_trouble, self._where, self._end = launcher, store_trouble, where, end
+        self._ask, self._still_s = ask, still_s
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="orphans", daemon=True).start()
 
@@ -237,12 +253,29 @@ class OrphanGuard:
     def _watch(self) -> None:
         gone: str | None
         while not self._closed.wait(POLL_S):
-            if self._launcher is not None and os.getppid() != self._launcher:
+            if self._is_orphan():
                 gone = f"the launcher (pid {self._launcher}) is gone"
+                if self._leaves(f"the loss of its launcher (pid {self._launcher})"):
+                    return
             elif (gone := self._store_trouble(POLL_S)) is None:
                 continue
             elif self._closed.wait(GRACE_S):
                 return
+            elif self._is_orphan():  # it was the store's host
+                continue
             why = f"{gone}; this rank was {self._where()}: it ends rather than train on alone"
             self._end(OrphanedError(why))
             return
+
+    def _is_orphan(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
+
+    def _leaves(self, why: str) -> bool:
+        """Whether the run ends by itself, asked to. See [Note: a launcher that leaves]."""
+        if not self._ask(why):
+            return False
+        deadline = time.monotonic() + LEAVE_S
+        while time.monotonic() < deadline and self._still_s() < STILL_S:
+            if self._closed.wait(POLL_S):
+                return True
+        return False

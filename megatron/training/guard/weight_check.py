@@ -17,12 +17,18 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.sharding_table import ShardOver
 from megatron.core.squared_sums import all_finite
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NonFiniteSite, first_site
+
+ADVICE = (
+    "so no --nan-policy can go on from here; the iteration does not count, and nothing of it is saved. Lower --lr, "
+    "give --adam-eps more than 0 (or with --fp16 use --bf16, whose range is larger)"
+)
 
 
 class NonFiniteWeightsError(ArithmeticError):
@@ -33,19 +39,18 @@ class WeightCheck:
     """Whether the weights that a step has made are finite on all ranks; the answer is on its way while ranks go on. All
     ranks ask alike. Communicates over world."""
 
-    def __init__(self, engine: Engine, ps: ParallelState) -> None:
-        self._engine, self._ps = engine, ps
-        finite = engine.optimizer.weights_finite()
-        self._finite = finite.to(device=ps.device.torch_device).float()
-        self._pending = collectives.all_reduce(self._finite, ps.world_group, "min", async_op=True)
+    def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
+        self._buffer, self._ps = optimizer.buffer, optimizer.ps
+        self._finite = optimizer.weights_finite().to(device=self._ps.device.torch_device).float()
+        self._pending = collectives.all_reduce(self._finite, self._ps.world_group, "min", async_op=True)
 
-    def passed(self, iteration: int) -> None:
-        """Return once all ranks have said yes. iteration: of the step that made the weights. Raises
+    def passed(self, step: str, advice: str = ADVICE) -> None:
+        """Return once all ranks have said yes. step: that made the weights. advice: to whom made it. Raises
         NonFiniteWeightsError."""
         self._pending.wait()
         if self._finite.item():  # sync: whether the step counts
             return
-        buffer = self._engine.model.buffer
+        buffer = self._buffer
         weights = ((name, buffer.main_weight_part(name), buffer.weight(name).dtype) for name in buffer.names)
         told = (
             f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
@@ -54,10 +59,8 @@ class WeightCheck:
         )
         where = _first_told(next(told, None), self._ps) or "some weight was not finite"
         raise NonFiniteWeightsError(
-            f"iteration {iteration}: {where} after the optimizer's update. The weights before it are overwritten, so "
-            "no --nan-policy can go on from here; the iteration does not count, and nothing of it is saved. Lower "
-            "--lr, give --adam-eps more than 0 (or with --fp16 use --bf16, whose range is larger), and start again "
-            "from the last checkpoint"
+            f"{step}: {where} after the optimizer's update. The weights before it are overwritten, {advice}, and start "
+            "again from the last checkpoint"
         )
 
 

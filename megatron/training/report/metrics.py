@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.words import size_text
+from megatron.core.words import between, counted, size_text
 
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
@@ -191,11 +191,12 @@ def _suffix(set_name: str) -> str:
     return f"-{set_name}" if set_name else ""
 
 
-def memory_line(rank: int, iterations: int, memory: MemoryFigures) -> str:
-    """Memory of one rank, in units of 2^20 bytes."""
+def memory_line(rank: int, iterations: int, memory: MemoryFigures, used_bytes: int | None = None) -> str:
+    """Memory of one rank, in units of 2^20 bytes. used_bytes: of the whole device, by all processes."""
     names = ("allocated", "max allocated", "reserved", "max reserved")
     figures = (getattr(memory, f"{name.replace(' ', '_')}_bytes") / 2**20 for name in names)
-    fields = (f" | {name}: {figure:.2f}" for name, figure in zip(names, figures, strict=True))
+    fields = [f" | {name}: {figure:.2f}" for name, figure in zip(names, figures, strict=True)]
+    fields += [] if used_bytes is None else [f" | total device memory used: {used_bytes / 2**20:.2f}"]
     return f"[Rank {rank}] (after {iterations} iterations) memory (MB)" + "".join(fields)
 
 
@@ -225,19 +226,15 @@ def plan_line(plan: Mapping[str, Any]) -> str:
 
 def plan_in_words(plan: Mapping[str, Any]) -> str:
     """The same for a person, in two lines."""
-    held = _range([size_text(size, digits=3) for size in sorted(plan["persistent_bytes_per_rank"])])
+    held = between([size_text(size, digits=3) for size in sorted(plan["persistent_bytes_per_rank"])])
     asked = f"schedule {plan['schedule']}, sharding {plan['sharding']}"
     return f" > plan: {asked}\n > memory: {held} a rank: weights, gradients, optimizer states"
 
 
-def _range(ascending: Sequence[str]) -> str:
-    return ascending[0] if len(set(ascending)) == 1 else f"{ascending[0]} to {ascending[-1]}"
-
-
 def parameters_in_words(total: int, by_rank: Sequence[int]) -> str:
     """by_rank: of each model parallel rank, what they share counted on each."""
-    parts = f", split in {len(by_rank):,} parts of {_range([f'{count:,}' for count in sorted(by_rank)])}"
-    return f" > model: {total:,} parameters{parts if len(by_rank) > 1 else ''}"
+    parts = f", split in {len(by_rank):,} parts of {between([f'{count:,}' for count in sorted(by_rank)])}"
+    return f" > model: {counted(total, 'parameter')}{parts if len(by_rank) > 1 else ''}"
 
 
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:

@@ -7,14 +7,21 @@ The plain line has no control codes and no field that Megatron's log lines have,
 
 from __future__ import annotations
 
+import datetime
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
+from megatron.core.safe_files import SHARED_MODE, open_for_append
+from megatron.core.words import NOT_KNOWN, age, brief_duration, column, duration, plain, share_text
 from megatron.training.guard.console import terminal_width
 from megatron.training.report.screen import bar_line
+from megatron.training.report.writers import warn
+from megatron.training.state import TrainState
 
 PLAIN_INTERVAL_S = 10.0
 LIVE_INTERVAL_S = 0.2
@@ -52,35 +59,6 @@ class EtaEstimator:
         return None if rate is None else max(0.0, self._total - done1) / rate
 
 
-def format_duration(seconds: float | None) -> str:
-    """0:01:10, 1 day 02:00:00, or n/a."""
-    if seconds is None:
-        return "n/a"
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days} day{'s' if days > 1 else ''} {h:02d}:{m:02d}:{s:02d}"
-    return f"{h}:{m:02d}:{s:02d}"
-
-
-def brief_duration(seconds: float) -> str:
-    """The same for a terminal, in at most seven characters: 0:01:10, 12.3 h, 4.2 d."""
-    hours = seconds / 3600
-    if hours < 9.99:
-        return format_duration(seconds)
-    return f"{hours:.1f} h" if hours < 99.9 else f"{hours / 24:.{1 if hours < 23_990 else 0}f} d"
-
-
-def format_age(seconds: float | None) -> str:
-    """`12 s ago`, `3 min ago`, `2.5 h ago`, or `none`."""
-    if seconds is None:
-        return "none"
-    if seconds < 100:
-        return f"{seconds:.0f} s ago"
-    return f"{seconds / 60:.0f} min ago" if seconds < 6000 else f"{seconds / 3600:.1f} h ago"
-
-
 class ProgressLine:
     """The display of the rank that prints losses: a bar on a terminal, else lines.
 
@@ -101,7 +79,7 @@ class ProgressLine:
         self._total, self._stream, self._clock = total_iterations, stream or sys.stdout, clock
         self._speaks = speaks and total_iterations > 0
         self._eta = EtaEstimator(total_iterations)
-        self._iteration = first_iteration - 1
+        self._iteration = self._resumed = first_iteration - 1
         self._checkpoint_at: float | None = None
         self._shown_at: float | None = None
         self.figures(loss=None, tokens_per_s=None)
@@ -115,10 +93,8 @@ class ProgressLine:
 
     def figures(self, *, loss: float | None, tokens_per_s: float | None) -> None:
         """The newest interval's figures, shown from now on."""
-        values = (("loss", loss, ".4f"), ("tokens/s", tokens_per_s, ",.0f"))
-        self._figures = [
-            f"{name} {'n/a' if value is None else format(value, spec)}" for name, value, spec in values
-        ]
+        shown = NOT_KNOWN if loss is None else column(loss, 6, 4).strip()
+        self._figures = [f"loss {shown}", f"tokens/s {plain(tokens_per_s)}"]
 
     def update(self, iteration: int) -> None:
         """So many iterations are done. Call it after every iteration, and `show` when all else is said of it."""
@@ -141,18 +117,25 @@ class ProgressLine:
         if self._show_bar is None and self.eta() is None and not last:
             return  # nothing to say yet about the time left
         self._shown_at = now
-        age_s = None if self._checkpoint_at is None else now - self._checkpoint_at
-        share, saved = self._iteration / self._total, f"last checkpoint {format_age(age_s)}"
+        share, saved = self._iteration / self._total, self._last_checkpoint(now)
         if self._show_bar is None:
-            steps, left = f"{self._iteration}/{self._total}", f"ETA {format_duration(self._eta.eta_s())}"
-            fields = " | ".join([*self._figures, left, saved])
-            print(f" progress: {share:6.1%} | step {steps} | {fields}", file=self._stream, flush=True)
+            steps, left = f"{self._iteration}/{self._total}", f"ETA {duration(self._eta.eta_s())}"
+            fields = " | ".join([*self._figures, left, saved or "no checkpoint yet"])
+            print(
+                f" progress: {share_text(share):>6} | step {steps} | {fields}", file=self._stream, flush=True
+            )
         else:
             steps, left = f"{self._iteration:,}/{self._total:,}", f"ETA {self.eta() or '-'}"
-            texts = (f"{share:.1%}", steps, *self._figures, left, "" if age_s is None else saved)
+            texts = (share_text(share), steps, *self._figures, left, saved)
             columns = list(zip((0, 1, 4, 5, 2, 3), texts, strict=True))
             width, utf8 = terminal_width(), (self._stream.encoding or "").lower() == "utf-8"
             self._show_bar(bar_line(share, columns, width, ascii_only=not utf8))
+
+    def _last_checkpoint(self, now: float) -> str:
+        """Of this run, or what it goes on from; empty where there is neither."""
+        if self._checkpoint_at is not None:
+            return f"last checkpoint {age(now - self._checkpoint_at)}"
+        return f"last checkpoint at step {self._resumed:,}" if self._resumed else ""
 
     def close(self) -> None:
         """Give the terminal back; a second call does nothing."""
@@ -160,3 +143,24 @@ class ProgressLine:
             self._show_bar(None)
             self._show_bar = None
         self._speaks = False
+
+
+def append_progress(save: str, event: str, *, job_id: str, world_size: int, state: TrainState) -> None:
+    """One line of `progress.txt` in the folder of checkpoints, fields separated by tabs. A file that cannot be written
+    is a warning, as with every sink."""
+    fields = (
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
+        f"Job ID: {job_id}",
+        f"# GPUs: {world_size}",
+        event,
+        f"Iteration: {state.iteration}",
+        f"Consumed samples: {state.consumed_train_samples}",
+        f"Floating-point operations: {state.num_floating_point_operations_so_far:.2e}",
+    )
+    path = Path(save) / "progress.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
+            file.write("\t".join(fields) + "\n")
+    except OSError as error:
+        warn(f"{path} is not written: {error}")

@@ -6,29 +6,26 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.stage_layers import layer_map_lines
+from megatron.core.parallelism_config import describe_schedule
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output, on_terminal, say, show_bar, terminal_width
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.report import metrics, screen
-from megatron.training.report.progress import ProgressLine
+from megatron.training.report.progress import ProgressLine, append_progress
 from megatron.training.report.session import Session
 from megatron.training.report.timers import RunClock, format_block, time_scalars
-from megatron.training.report.writers import open_writers, warn
+from megatron.training.report.writers import open_writers
 from megatron.training.state import StepResult, TrainState
 
 COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
@@ -141,7 +138,8 @@ class Reporter:
         self._totals = metrics.IntervalTotals()  # since the last line
         self._unrecorded = metrics.IntervalTotals()  # since the last record
         self._first_iteration = state.iteration + 1
-        self._memory_said = False
+        self._memory_every = session.config.profiling.log_memory_interval
+        self._memory_said = self._memory_every is not None
         self._lost_told: set[tuple[int, str]] = set()  # rank, stream
         self._scalars: dict[str, float] = {}  # of plans and their measurement, that no record has had yet
         self.start_interval()
@@ -183,6 +181,8 @@ class Reporter:
         self._flops += train_step_flops(session.config, batch_size)
         if result.note:
             session.print_rank_last(f" iteration {iteration}: {result.note}")
+        if (every := self._memory_every) is not None and iteration % every == 0:
+            self._say_memory(iteration)
         measured = [one for one in (bubbles, residency) if one is not None]
         for one in measured:
             self._scalars.update(one.scalars())
@@ -194,10 +194,15 @@ class Reporter:
             self._report_timers()
             if not self._memory_said and iteration > self._first_iteration:  # when all of it is in use
                 self._memory_said = True
-                say(metrics.memory_line(session.ps.rank, iteration, session.device.memory()), brief="")
+                self._say_memory(iteration, brief="")
             self.start_interval(result.ended_at)
         self._progress.show()
         self._tell_lost(session.ps.rank, lost_output())
+
+    def _say_memory(self, iteration: int, brief: str | None = None) -> None:
+        session = self._session
+        used = session.device.used_bytes() if session.config.profiling.log_device_memory_used else None
+        say(metrics.memory_line(session.ps.rank, iteration, session.device.memory(), used), brief=brief)
 
     def is_due(self, iteration: int) -> bool:
         """Whether an iteration has a line or a record."""
@@ -323,27 +328,6 @@ class Reporter:
     def close(self) -> None:
         self._progress.close()
         self.writers.close()
-
-
-def append_progress(save: str, event: str, *, job_id: str, world_size: int, state: TrainState) -> None:
-    """One line of `progress.txt` in the folder of checkpoints, fields separated by tabs. A file that cannot be written
-    is a warning, as with every sink."""
-    fields = (
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
-        f"Job ID: {job_id}",
-        f"# GPUs: {world_size}",
-        event,
-        f"Iteration: {state.iteration}",
-        f"Consumed samples: {state.consumed_train_samples}",
-        f"Floating-point operations: {state.num_floating_point_operations_so_far:.2e}",
-    )
-    path = Path(save) / "progress.txt"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_for_append(path, mode=SHARED_MODE), "a", encoding="utf-8") as file:
-            file.write("\t".join(fields) + "\n")
-    except OSError as error:
-        warn(f"{path} is not written: {error}")
 
 
 def _own_parameters(engine: Engine) -> float:

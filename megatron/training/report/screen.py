@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 
-from megatron.core.words import scaled
+from megatron.core.words import column, decimal, plain, scaled
 from megatron.training.report.metrics import IterationRecord, perplexity
 
 _BETWEEN = "  "
 _BAR = (10, 30)  # characters
 _WIDE = 120  # characters: a terminal on which names are written out
 _NONE = "-"  # in a column that has no value this time
+_LEAST_RATE = 7  # places behind the point of a learning rate
 
 Columns = Iterable[tuple[int, str]]  # (how important, 0 is most; text), in the order in which they are shown
 
@@ -44,51 +44,38 @@ def short_line(record: IterationRecord, width: int, has: Collection[str]) -> str
 def _columns(record: IterationRecord, has: Collection[str], wide: bool) -> list[tuple[int, str]]:
     """wide: in full."""
     total, bubbles = f"{record.train_iters:,}", record.bubbles
-    losses = [f"{name.removeprefix('lm ')} {_number(value, 6, 4)}" for name, value in record.losses.items()]
+    losses = [f"{name.removeprefix('lm ')} {column(value, 6, 4)}" for name, value in record.losses.items()]
+    rate = decimal(record.learning_rate, _LEAST_RATE)
     columns = [
         (0, f" step {record.iteration:{len(total)},}/{total}"),
         (1, losses[0] if losses else f"loss {_NONE:>6}"),
-        (2, f"{'grad norm' if wide else 'grad'} {_number(record.grad_norm, 5, 3)}"),
-        (3, f"{_pace(record.tokens_per_s)} {'tokens/s' if wide else 'tok/s'}"),
+        (4, f"lr {rate:<{_LEAST_RATE + 2}}"),
+        (2, f"{'grad norm' if wide else 'grad'} {column(record.grad_norm, 5, 3)}"),
+        (3, f"{column(record.tokens_per_s, 6, 0)} {'tokens/s' if wide else 'tok/s'}"),
     ]
     if "throughput_tflops" in has:
-        rate = record.throughput_tflops
-        told = _NONE if rate is None else scaled(1e12 * rate, "FLOP/s")
-        columns.append((7, f"{told:>12} a rank"))
-    held = None if record.memory_bytes is None else record.memory_bytes / 1e9
-    columns.append((5, f"{'memory' if wide else 'mem'} {_number(held, 5, 2)} GB"))
+        speed = record.throughput_tflops
+        shown = _NONE if speed is None else scaled(1e12 * speed, "FLOP/s")
+        columns.append((8, f"{shown:>12} a rank"))
+    held = None if record.memory_bytes is None else record.memory_bytes / 2**30
+    columns.append((6, f"{'memory' if wide else 'mem'} {column(held, 5, 2)} GiB"))
     if "bubbles" in has:
         measured, planned = (bubbles.measured, bubbles.planned) if bubbles is not None else (None, None)
         told = f" (plan {_percent(planned)})" if wide else ""
-        columns.append((4, f"bubble {_percent(measured)}{told}"))
+        columns.append((5, f"bubble {_percent(measured)}{told}"))
     if "eta" in has:
-        columns.append((6, f"ETA {record.eta or _NONE:>7}"))
-    return [*columns, *((8, loss) for loss in losses[1:])]
-
-
-def _number(value: float | None, width: int, places: int) -> str:
-    """So many characters, with at most so many places behind the point, fewer where there is no room."""
-    if value is None or not math.isfinite(value):
-        return f"{_NONE if value is None else value:>{width}}"
-    texts = [f"{value:{width},.{count}f}" for count in range(places, -1, -1)]
-    return next((text for text in texts if len(text) <= width), f"{value:>{width}.0e}")
-
-
-def _pace(per_s: float | None) -> str:
-    """Of six characters."""
-    if per_s is None or per_s < 99_999:
-        return _number(per_s, 6, 0)
-    return f"{_number(per_s / 1e3, 5, 0)}k" if per_s < 9_999_000 else f"{_number(per_s / 1e6, 5, 2)}M"
+        columns.append((7, f"ETA {record.eta or _NONE:>7}"))
+    return [*columns, *((9, loss) for loss in losses[1:])]
 
 
 def _percent(share: float | None) -> str:
-    return f"{_NONE:>5}" if share is None else f"{_number(100 * share, 4, 1)}%"
+    return f"{_NONE:>5}" if share is None else f"{column(100 * share, 4, 1)}%"
 
 
 def evaluation_line(split: str, name: str, iteration: int, losses: Mapping[str, float]) -> str:
     """An evaluation in one line. name: of the validation set, where there are several."""
     told = (
-        f"{loss.removeprefix('lm ')} {value:.4f}, perplexity {perplexity(value):.4g}"
+        f"{loss.removeprefix('lm ')} {column(value, 6, 4).strip()}, perplexity {plain(perplexity(value))}"
         for loss, value in losses.items()
     )
     return f" {split}{name and '-' + name} at iteration {iteration:,}: {'; '.join(told)}"

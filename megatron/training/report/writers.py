@@ -8,12 +8,15 @@ from (that is trained again), so they never tell two stories; wandb and MLflow g
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import struct
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.core import optional
 from megatron.core.safe_files import open_for_append, opened
@@ -25,16 +28,20 @@ from megatron.training.report.metrics_file import MetricsFile
 VS_SAMPLES = " vs samples"
 _LENGTH = struct.Struct("<Q4x")  # of a record of TensorBoard's event files, with its checksum
 _TRAILER_BYTES = 4  # the content's checksum
+# How long a tracker's library may take. MLflow makes the tables of a new database in 10 s, wandb asks its server for
+# 90; what is still being closed, the library goes on with while the process ends.
+OPEN_S, WRITE_S, CLOSE_S = 120.0, 60.0, 20.0
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tracker:
-    """One optional sink. handle: what user code gets of it. scalar(tag, value, step, samples): samples is None for what
-    has no place on that axis."""
+    """One optional sink. handle: what user code gets of it. write(scalars, step, samples): samples is None for what has
+    no place on that axis. Each call comes from a thread of its own."""
 
     name: str
     handle: Any
-    scalar: Callable[[str, float, int, int | None], Any]
+    write: Callable[[Mapping[str, float], int, int | None], Any]
     close: Callable[[], Any]
 
 
@@ -46,12 +53,13 @@ def _tensorboard(log: LoggingConfig, directory: str, resumed_iteration: int) -> 
     print(f" > TensorBoard: {directory}{note}", flush=True)
     writer = summary_writer(log_dir=directory, max_queue=log.tensorboard_queue_size)
 
-    def scalar(tag: str, value: float, step: int, samples: int | None) -> None:
-        writer.add_scalar(tag, value, step)
-        if samples is not None:
-            writer.add_scalar(tag + VS_SAMPLES, value, samples)
+    def write(scalars: Mapping[str, float], step: int, samples: int | None) -> None:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, step)
+            if samples is not None:
+                writer.add_scalar(tag + VS_SAMPLES, value, samples)
 
-    return Tracker("TensorBoard", writer, scalar, writer.close)
+    return Tracker("TensorBoard", writer, write, writer.close)
 
 
 def _wandb(log: LoggingConfig, folder: Path, config: Mapping[str, Any]) -> Tracker:
@@ -66,33 +74,62 @@ def _wandb(log: LoggingConfig, folder: Path, config: Mapping[str, Any]) -> Track
         config=dict(config),
     )
 
-    def scalar(tag: str, value: float, step: int, samples: int | None) -> None:
-        run.log({tag: value} if samples is None else {tag: value, "samples": samples}, step=step)
+    def write(scalars: Mapping[str, float], step: int, samples: int | None) -> None:
+        run.log(dict(scalars) if samples is None else {**scalars, "samples": samples}, step=step)
 
-    return Tracker("wandb", run, scalar, run.finish)
+    return Tracker("wandb", run, write, run.finish)
 
 
 def _mlflow(log: LoggingConfig, folder: Path) -> Tracker:
-    """One MLflow run, recorded in the run's folder where neither flag nor environment says where."""
-    mlflow = optional.require("mlflow", "mlflow")
+    """One MLflow run, recorded in a database in the run's folder where neither flag nor environment says where: MLflow
+    takes no folder of files any more (3.17). Its "active run" is of a thread, so points name the run."""
+    mlflow, entities = optional.require("mlflow", "mlflow"), optional.require("mlflow.entities", "mlflow")
     if log.mlflow_tracking_uri is not None:
         mlflow.set_tracking_uri(log.mlflow_tracking_uri)
     elif not mlflow.is_tracking_uri_set():
-        mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
+        folder.mkdir(parents=True, exist_ok=True)
+        mlflow.set_tracking_uri(f"sqlite:///{folder.absolute() / 'mlflow.db'}")
     mlflow.set_experiment(log.mlflow_experiment)
-    run = mlflow.start_run(run_name=log.mlflow_run_name)
+    run, client = mlflow.start_run(run_name=log.mlflow_run_name), mlflow.MlflowClient()
+    run_id = run.info.run_id
 
-    def scalar(tag: str, value: float, step: int, samples: int | None) -> None:
-        mlflow.log_metric(tag, value, step=step)
+    def write(scalars: Mapping[str, float], step: int, samples: int | None) -> None:
+        now_ms = int(time.time() * 1000)
+        client.log_batch(
+            run_id, [entities.Metric(tag, value, now_ms, step) for tag, value in scalars.items()]
+        )
 
-    return Tracker("mlflow", run, scalar, mlflow.end_run)
+    return Tracker("mlflow", run, write, lambda: client.set_terminated(run_id))
+
+
+def _answer(name: str, within_s: float, call: Callable[[], _T]) -> list[_T]:
+    """What a tracker's library returns; nothing, after a line that says why, where it raises, asks the process to end,
+    or takes longer: it is not the run's. In a thread of its own, which is left where it hangs."""
+    answers: list[_T] = []
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:  # SystemExit too
+            failures.append(error)
+
+    thread = threading.Thread(target=ask, name=name, daemon=True)
+    thread.start()
+    thread.join(within_s)
+    if not answers:
+        told = [f"{type(one).__name__}: {' '.join(str(one).split())}" for one in failures]
+        warn(
+            f"{name} is switched off: {told[0] if told else f'no answer within {within_s:g} s'}; the run goes on"
+        )
+    return answers
 
 
 class Writers:
     """All sinks of this rank behind one interface.
 
-    A sink that fails while training (a full disk, a lost connection) is switched off with one warning: it
-    must not take the run with it. What cannot be opened at the start is an error. untracked: tags that no tracker gets.
+    A sink that fails (a full disk, a lost connection, a package that is not there) or hangs is switched off with one
+    warning: it must not take the run with it. untracked: tags that no tracker gets.
     """
 
     def __init__(
@@ -106,9 +143,10 @@ class Writers:
     def record(self, scalars: Mapping[str, float], *, step: int, samples: int | None = None) -> None:
         """Write the scalars of one iteration: one line of metrics.jsonl, one point per tag elsewhere."""
         self._to_file(MetricsFile.record, scalars, step, samples)
-        for tag, value in scalars.items():
-            for tracker in list(self._trackers) if tag not in self._untracked else ():
-                self._guarded(tracker, tracker.scalar, tag, value, step, samples)
+        tracked = {tag: value for tag, value in scalars.items() if tag not in self._untracked}
+        for tracker in list(self._trackers) if tracked else ():
+            if not _answer(tracker.name, WRITE_S, functools.partial(tracker.write, tracked, step, samples)):
+                self._trackers.remove(tracker)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """Something that happened ("start", "checkpoint", "exit"): metrics.jsonl only."""
@@ -121,16 +159,9 @@ class Writers:
     def close(self) -> None:
         """Close all; a second call does nothing."""
         self._to_file(MetricsFile.close)
-        for tracker in list(self._trackers):
-            self._guarded(tracker, tracker.close)
+        for tracker in self._trackers:
+            _answer(tracker.name, CLOSE_S, tracker.close)
         self._file, self._trackers = None, []
-
-    def _guarded(self, tracker: Tracker, call: Callable[..., Any], *values: Any) -> None:
-        try:
-            call(*values)
-        except Exception as error:  # third-party code: any error of it is not the run's
-            warn(f"{tracker.name} is switched off: {type(error).__name__}: {error}")
-            self._trackers.remove(tracker)
 
     def _to_file(self, call: Callable[..., None], *values: Any, **fields: Any) -> None:
         if self._file is not None:
@@ -170,23 +201,24 @@ def open_writers(
     """The writers of a run. folder: the run's. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
     parameters: of the whole model, for the record.
 
-    Raises MissingPackageError naming the pip line, and OutputPathError, both ValueErrors.
+    Raises OutputPathError, a ValueError, where metrics.jsonl cannot be written.
     """
     if not enabled:
         return Writers()
     log, values = config.logging, {**config.flat(), **config.extra}
-    trackers: list[Tracker] = []
+    asked: dict[str, Callable[[], Tracker]] = {}
+    if log.tensorboard_dir is not None:
+        asked["TensorBoard"] = functools.partial(_tensorboard, log, log.tensorboard_dir, resumed_iteration)
+    if log.wandb_project:
+        asked["wandb"] = functools.partial(_wandb, log, folder, values)
+    if log.mlflow_experiment:
+        asked["mlflow"] = functools.partial(_mlflow, log, folder)
+    trackers = [tracker for name, make in asked.items() for tracker in _answer(name, OPEN_S, make)]
     try:
-        if log.tensorboard_dir is not None:
-            trackers.append(_tensorboard(log, log.tensorboard_dir, resumed_iteration))
-        if log.wandb_project:
-            trackers.append(_wandb(log, folder, values))
-        if log.mlflow_experiment:
-            trackers.append(_mlflow(log, folder))
         file = MetricsFile(metrics_path(config, folder), resumed_iteration=resumed_iteration)
     except OSError as error:
         raise OutputPathError(
-            f"{error.filename}: {error.strerror}: name other places in --save, --metrics-file, --tensorboard-dir"
+            f"{error.filename}: {error.strerror}: name another place in --save or --metrics-file"
         ) from error
     print(f" > {file.note}", flush=True)
     writers = Writers(file, trackers, untracked_tags(log))

@@ -7,9 +7,11 @@ What is wrong is printed all at once and ends the process with status 2; under a
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +43,15 @@ from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console, on_terminal, terminal_width
-from megatron.training.guard.exit_status import ExitRecord, ExitStatus, leave_exit_json, tell_launcher
+from megatron.training.guard.exit_status import (
+    ExitRecord,
+    ExitStatus,
+    leave_exit_json,
+    stopped_status,
+    tell_launcher,
+)
 from megatron.training.guard.run_folder import is_held
+from megatron.training.guard.signals import StopRequested, end_at_once
 
 __all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
 
@@ -85,7 +94,12 @@ def launch_config(
     words, env = list(sys.argv[1:] if argv is None else argv), LaunchEnv()
     try:
         env = LaunchEnv.read()
+        if gone := command.lost_folder():
+            why, fix = gone.split(": ", 1)
+            raise ConfigurationError([Problem("launcher", (), why, fix)])
         line = read_command_line(words, extra_args_provider, args_defaults)
+        if not line.values.get("check_config"):
+            end_at_once(functools.partial(_last_words, env, line.values.get("save")))
         config, problems = _resolved(line, env, needs_data=needs_data)
         problems += more_rules(config)
         check_only = config.training.check_config
@@ -183,21 +197,39 @@ def _record_refusal(
     """Write exit.json into --save, so that no former run's record asks to be started again, if that folder exists and
     no run holds it: nothing is made for a run that is none. Ranks of the first machine do.
     """
-    if env.local_rank != env.rank or "--check-config" in words:
+    if "--check-config" in words:
         return
     save = save or last_value(words, "--save")
-    if save is not None and os.path.isdir(save) and not is_held(Path(save)):
-        leave_exit_json(save, ExitRecord.of(status, reason, rank=env.rank))
+    writes = (
+        env.local_rank == env.rank and save is not None and os.path.isdir(save) and not is_held(Path(save))
+    )
+    record = ExitRecord.of(status, reason, rank=env.rank)
+    leave_exit_json(save if writes else None, record, env.record_of_attempt)
+
+
+def _last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
+    """Of a process that a signal stops before the run's own handlers are there: while torch is imported."""
+    status = stopped_status(save)
+    if env.local_rank == 0:
+        with contextlib.suppress(OSError):
+            os.write(2, f"[rank {env.rank}] stopped (exit status {int(status)}): {stop}\n".encode())
+    if env.local_rank == 0:
+        writes = env.rank == 0 and save is not None and not is_held(Path(save))
+        record = ExitRecord.of(status, str(stop), rank=env.rank)
+        leave_exit_json(save if writes else None, record, env.record_of_attempt)
+    return int(status)
 
 
 def _resolved(
     line: CommandLine, env: LaunchEnv, *, needs_data: bool, needs_tokenizer: bool = True
 ) -> tuple[Config, list[Problem]]:
     """The configuration, and all that is wrong with it. Raises CheckpointError."""
-    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used)
+    values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used, line.values)
     check_only, load = bool(values.get("check_config")), values.get("load")
-    unloadable = _load_problems(values) if check_only and line.complete else []
-    if values.get("use_checkpoint_args") and load is not None and not unloadable:
+    elsewhere = check_only and saved_config.is_elsewhere(load)  # what a launch there finds is not known
+    unloadable = _load_problems(values) if check_only and line.complete and not elsewhere else []
+    takes_args = bool(values.get("use_checkpoint_args"))
+    if takes_args and load is not None and not unloadable and not elsewhere:
         saved = saved_config.saved_config(load, values.get("ckpt_step"))
         if saved is None:
             warnings.append(f"--use-checkpoint-args: no checkpoint in {load}, the flags count")
@@ -213,7 +245,8 @@ def _resolved(
         if saved_size is not None:
             values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, saved_config.CHECKPOINT
     has_gpu, memory_bytes = env.gpu_present(), env.memory_bytes()
-    machine = Machine(env.world_size, has_gpu, int(memory_bytes) // max(1, env.local_world_size))
+    ranks_here = env.ranks_here(values.get("world_size") if check_only else None)
+    machine = Machine(env.world_size, has_gpu, memory_bytes, max(1, ranks_here))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
     if not line.complete:
         return config, line.problems
@@ -221,7 +254,26 @@ def _resolved(
         config, env, tuple(line.used), has_gpu, check_only, needs_data, needs_tokenizer, memory_bytes
     )
     broken = [problem for problem in broken_rules(context) if worth_telling(problem, line.problems)]
+    if elsewhere and (takes_args or config.checkpoint.needs_checkpoint):
+        config = dataclasses.replace(config, notes=(*config.notes, _elsewhere(config.checkpoint)))
+        if takes_args:
+            broken = [
+                problem
+                for problem in broken
+                if problem.rule == "not-supported" or not saved_config.may_be_overruled(problem.flags, values)
+            ]
     return config, line.problems + unloadable + broken
+
+
+def _elsewhere(checkpoint: CheckpointConfig) -> str:
+    """Under --check-config: what cannot be known before the checkpoint is there."""
+    unknown = "whether it can be loaded and its padded vocabulary are"
+    if checkpoint.use_checkpoint_args:
+        unknown = (
+            "whether it can be loaded, and the model's shape and tokenizer, which --use-checkpoint-args takes from it "
+            "whatever the flags say, are"
+        )
+    return f"--load {checkpoint.load}: not on this machine: {unknown} not known"
 
 
 def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
@@ -259,15 +311,17 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:
     """The page. python, program: as typed. more: flags that this program needs beside the others."""
-    run, script, no_python = shlex.quote(python), shlex.quote(program), ""
-    tool = shlex.quote(os.path.relpath(command.SCRIPTS / "tools" / "preprocess_data.py"))
+    run, script, started = shlex.quote(python), shlex.quote(program), shlex.quote(program)
+    tool, launch = (
+        shlex.quote(os.path.relpath(command.SCRIPTS / "tools" / name))
+        for name in ("preprocess_data.py", "launch.py")
+    )
     if typed := command.called_as(program):
-        run, script, tool, no_python = "", program, f"{typed} data preprocess", " --no-python"
+        run, script, tool, launch = "", program, f"{typed} data preprocess", f"{typed} launch"
+        started = program.removeprefix(f"{typed} ")
     byte = "--tokenizer-type ByteTokenizer"
     mock, own = ("--mock-data", *_SHAPE, *more), ("--data-path my_text_document", "--split 1", byte, *_SHAPE)
-    torchrun = os.path.join(os.path.dirname(python), "torchrun")
-    launcher = shlex.quote(torchrun) if shutil.which(torchrun) else f"{run} -m torch.distributed.run"
-    both = f"{launcher} --standalone --nproc-per-node 2{no_python}"
+    both = (run, launch, "--nproc-per-node 2 --", started)
     corpus = (run, tool, "--input my.txt", "--output-prefix my", "--append-eod", byte)
     return f"""\
 Megatron-Zero pre-trains GPT models by Megatron-LM's command line, with fully
@@ -279,9 +333,9 @@ On your own text, my.txt:
 {_command(*corpus)}
 {_command(run, script, *own)}
 On 2 ranks, each with half of the weights, gradients and optimizer state:
-{_command(both, script, *_FSDP, *mock)}
+{_command(*both, *_FSDP, *mock)}
 On 2 ranks, each with half of the layers:
-{_command(both, script, *_ZERO_BUBBLE, *mock)}
+{_command(*both, *_ZERO_BUBBLE, *mock)}
 Most often added next:
   --save DIR --save-interval N --load DIR   checkpoints; the same line resumes
   --global-batch-size N                     samples of one optimizer step

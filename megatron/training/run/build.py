@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.model_parallel_config import describe_schedule
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
+from megatron.core.optimizer.flat_update import ParamGroup
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
-from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer, build_optimizer
+from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     build_scheduler,
     idle_scheduler,
 )
+from megatron.core.parallelism_config import describe_schedule
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
@@ -95,7 +96,7 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
     do under these flags."""
     spec = config.schedule_spec
     chunks = tuple(
-        _build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
+        build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
     )
     if spec.splits_backward:
         asked = describe_schedule(config.parallel, spec.schedule)
@@ -122,24 +123,25 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
     optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.memory_tracker)
     model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
     model.release_gradients()
-    scheduler, scaler = _scheduler(config, optimizer), build_grad_scaler(config.optimizer)
+    scheduler, scaler = scheduler_of(config, optimizer.param_groups), build_grad_scaler(config.optimizer)
     return Engine(chunks, model, meta, optimizer, scheduler, scaler)
 
 
-def _scheduler(config: Config, optimizer: MixedPrecisionOptimizer) -> OptimizerParamScheduler:
+def scheduler_of(config: Config, param_groups: Sequence[ParamGroup]) -> OptimizerParamScheduler:
+    """Of the flags, over an optimizer's groups."""
     if config.evaluation.skip_train:
-        return idle_scheduler(optimizer.param_groups)
+        return idle_scheduler(param_groups)
     training = config.training
     return build_scheduler(
         config.optimizer,
-        optimizer.param_groups,
+        param_groups,
         train_iters=training.train_iters if training.train_samples is None else None,
         train_samples=training.train_samples,
         global_batch_size=training.global_batch_size,
     )
 
 
-def _build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
+def build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
     """Call the user's provider for one chunk. Raises ModelError for what the model or provider cannot do."""
     schedule = config.schedule_spec
     stage = schedule.local_stages(ps.pp_rank)[chunk]

@@ -39,10 +39,9 @@ from megatron.core.dist_checkpointing.saving import (
 )
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
-from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
-from megatron.training.config.saved_config import SCHEMAS, check_config
+from megatron.training.config.saved_config import SCHEMAS, check_config, weight_differences
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
 from megatron.training.report import metrics
@@ -52,17 +51,6 @@ __all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
-# What decides the meaning of weights; a difference is refused by name before shapes are compared.
-MODEL_FIELDS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
-    "kv_channels", "position_embedding_type", "max_position_embeddings",
-    "untie_embeddings_and_output_weights", "normalization", *ACTIVATIONS, "add_bias_linear", "add_qkv_bias",
-    "add_attention_output_bias", "embedding_multiplier", "padded_vocab_size", "tokenizer_type",
-)  # fmt: skip
-# Those of them that older checkpoints do not name, with what these models were.
-_UNNAMED = dict.fromkeys(("geglu", "geglu_tanh", "add_attention_output_bias"), False) | {
-    "embedding_multiplier": None
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +169,8 @@ class Checkpointer:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
         with_rng = not (flags.finetune or flags.no_load_rng)
-        _check_config(found, config or {}, with_optimizer)
+        _check_optimizer(found, with_optimizer)
+        self._compare_settings(found, config or {})
         if with_rng:
             self._each_rng(found, check_rng_state)
         if check_state is not None and not flags.finetune:
@@ -205,9 +194,22 @@ class Checkpointer:
                 "may differ in the last bits"
             )
         iteration = 0 if flags.finetune else found.iteration
-        place = self._place
-        self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=place))
+        self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=self._place))
         return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
+
+    def _compare_settings(self, found: Found, config: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where settings make another model of the weights; with --finetune a line says so."""
+        saved = catalog.config_of(found, check_config) if "config" in found.manifest.common else {}
+        if not (differing := "; ".join(weight_differences(saved, config))):
+            return
+        if self._config.finetune:
+            self._say(f"WARNING: --finetune goes on from weights of another model: {differing}")
+            return
+        raise CheckpointError(
+            f"{found.directory / MANIFEST_NAME}: saved from another model: {differing}. Give the same flags, or "
+            "--use-checkpoint-args to take them from the checkpoint; to begin a new run of this model with its "
+            "weights, --finetune"
+        )
 
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
         """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
@@ -266,24 +268,11 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
         )
 
 
-def _check_config(found: Found, config: Mapping[str, Any], with_optimizer: bool) -> None:
-    """Raises CheckpointError where the checkpoint is another model's, or lacks the optimizer that is to be loaded."""
-    path, manifest = found.directory / MANIFEST_NAME, found.manifest
-    saved = {**_UNNAMED, **catalog.config_of(found, check_config)} if "config" in manifest.common else {}
-    differing = [
-        f"{name}: checkpoint {saved[name]!r}, this run {config[name]!r}"
-        for name in MODEL_FIELDS
-        if name in saved and name in config and saved[name] != config[name]
-    ]
-    if differing:
+def _check_optimizer(found: Found, wanted: bool) -> None:
+    if wanted and not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
         raise CheckpointError(
-            f"{path}: saved from another model: {'; '.join(differing)}. "
-            f"Give the same flags, or --use-checkpoint-args to take them from the checkpoint"
-        )
-    if with_optimizer and not any(name.startswith(OPTIMIZER_PREFIX) for name in manifest.tensors):
-        raise CheckpointError(
-            f"{path}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
-            f"load with --no-load-optim or --finetune"
+            f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
+            "load with --no-load-optim or --finetune"
         )
 
 

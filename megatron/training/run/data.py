@@ -7,18 +7,22 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.core.datasets import held_arrays
 from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
-from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.checksums import check_corpus, require_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat, pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
+from megatron.core.datasets.gpt_samples import GPTDataset, SampleFormat, pad_id
+from megatron.core.datasets.mock_dataset import MOCK_INDEX_BYTES, MockDataset
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.transport import collectives
+from megatron.core.words import counted
 from megatron.training.config.config import Config
+from megatron.training.guard.lease_holder import this_machine
+from megatron.training.guard.signals import StopRequested
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.state import TrainState
@@ -165,6 +169,12 @@ def build_data_iterators(
     session.print_rank_0(*metrics.dataset_lines("GPT", named), brief=brief)
     train, valid, test = _built_in_turn(session, lambda: provider(sizes))
     session.print_rank_0(metrics.DATASETS_DONE.format(name="GPT"), brief="")
+    for split, dataset in zip(named, (train, valid, test), strict=True):
+        if isinstance(dataset, MockDataset) and dataset.by_formula:
+            session.print_rank_0(
+                f" > mock data, {split}: the order of {len(dataset):,} samples is computed by a formula of --seed, not "
+                f"kept, as its index would take more than {MOCK_INDEX_BYTES / 2**30:.0f} GiB"
+            )
     trained_on = 0 if evaluation.skip_train else sizes.train
     training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")
     asked_by = "--eval-iters x --global-batch-size, for each evaluation"
@@ -249,28 +259,47 @@ def _fetch(session: Session, source: Iterator[Any]) -> Any:
 
 
 def _built_in_turn(session: Session, build: Callable[[], Any]) -> Any:
-    """`build()` on the first rank of each machine, then on the others, which find the cache.
+    """`build()` on the first rank of each machine, then on the others, which open what that one holds, or find the
+    cache.
 
     On all at once where nothing is kept on disk.
     """
     data = session.config.data
     first = session.env.local_rank == 0 or (data.mock_data and data.data_cache_path is None)
-    built, failure = None, None
-    for turn in (True, False):
-        if first is turn:
-            try:
-                built = build()
-            # Told to all ranks below, so that nobody waits for a lost peer.
-            except (ValueError, OSError) as error:
-                failure = error
-        reasons = session.gather(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, reason in enumerate(reasons):
-            if reason is not None:
-                raise DataError(f"rank {rank} could not build the data sets: {reason}")
-    collectives.barrier(session.ps.control_group)
+    built, machine = None, this_machine()
+    with held_arrays.shared() as sharing:
+        for turn in (True, False):
+            failure: BaseException | None = None
+            if first is turn:
+                try:
+                    built = build()
+                # Told to all ranks below, so that nobody waits for a lost peer.
+                except (ValueError, OSError, StopRequested) as error:
+                    failure = error
+            offer = sharing.publish() if turn and first and failure is None else None
+            others = session.gather([machine, offer, _told(failure)])
+            _raise_alike(failure, [told for _, _, told in others])
+            for where, path, _ in others:
+                if path is not None and where == machine != "" and not first:
+                    sharing.adopt(path)
     return built
+
+
+def _told(failure: BaseException | None) -> list[str | None] | None:
+    if failure is None:
+        return None
+    return [failure.name if isinstance(failure, StopRequested) else None, str(failure)]
+
+
+def _raise_alike(failure: BaseException | None, by_rank: Sequence[Any]) -> None:
+    """What keeps one rank from going on ends them all. by_rank: what each has `_told`."""
+    if failure is not None:
+        raise failure
+    for rank, told in enumerate(by_rank):
+        if told is not None and told[0] is not None:
+            raise StopRequested(told[0])
+        if told is not None:
+            raise DataError(f"rank {rank} could not build the data sets: {told[1]}")
 
 
 def _verify_data(session: Session) -> None:
@@ -300,7 +329,7 @@ def _verify_data(session: Session) -> None:
             seen_by.setdefault(reason, rank)
     if seen_by:
         raise DataError("; ".join(f"{reason} (seen by rank {rank})" for reason, rank in seen_by.items()))
-    session.print_rank_0(f"data: the checksums of {count} {'corpus' if count == 1 else 'corpora'} are right")
+    session.print_rank_0(f"data: the checksums of {counted(count, 'corpus')} are right")
 
 
 def first_difference(saved: Any, here: Any, name: str = "") -> str | None:

@@ -7,12 +7,15 @@ import datetime
 import gc
 import time
 
+import torch
+
+from megatron.core.transport import waiting
 from megatron.training import global_vars
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.microbatches import ends_at
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output
-from megatron.training.guard.exit_status import ExitStatus, TrainingExit
+from megatron.training.guard.exit_status import ExitStatus, TrainingExit, stopped_status
 from megatron.training.guard.nan_policy import NanPolicy, NonFiniteError
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.guard.weight_check import NonFiniteWeightsError, check_replicas
@@ -25,6 +28,7 @@ from megatron.training.run.evaluate import Evaluator, first_validation_sample
 from megatron.training.run.measuring import Measuring
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.profiling import RunProfiler
 from megatron.training.run.run_checkpoints import RunCheckpoints
 from megatron.training.run.step import StepRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
@@ -66,19 +70,24 @@ class TrainingLoop:
         """Load, train, evaluate, save. Raises what STATUS_TABLE lists, and TrainingExit."""
         session, skip_train = self._session, self._config.evaluation.skip_train
         self._start(datasets_provider)
-        reporter = self._parts.reporter
+        reporter, profiler, failed = self._parts.reporter, self._profiler, None
         try:
             ending = None if skip_train else self._train()
             if ending is None:
                 self._evaluator.at_end()
                 ending = Ending(ExitStatus.DONE, "evaluated" if skip_train else "trained to the end")
             self.checkpoints.finish(blocking=True)
+            profiler.finish(self.state.iteration)
             reporter.ended(ending.status, ending.reason, lost=session.gather(lost_output()))
             return ending
         except (TrainingExit, NonFiniteWeightsError):  # on all ranks alike
             self.checkpoints.finish(blocking=True)  # one of before is good, and may still be being written
             raise
+        except torch.OutOfMemoryError as error:
+            failed = error
+            raise
         finally:
+            profiler.close(failed)
             reporter.close()
             del self._parts.data  # with it its loaders' processes end, which the interpreter would wait for
 
@@ -92,12 +101,13 @@ class TrainingLoop:
         self.checkpoints.load()
         self._begun_at = state.consumed_train_samples
         state.consumed_valid_samples = first_validation_sample(state, config)
-        with session.watchdog.phase("build data"):
+        with session.watchdog.phase("build data"), waiting.ended_by(self._signals.end_waiting):
             reads = parts.pipeline.spec.reads_data(session.ps.pp_rank)
             parts.data = build_data_iterators(session, datasets_provider, state, reads=reads)
         if not config.evaluation.skip_train:
             self.checkpoints.compare_data()
         parts.reporter = Reporter(session, parts.engine, state, parts.clock, parameters)
+        self._profiler = RunProfiler(parts, state.iteration + 1)
         self._measuring.begin(state.iteration + 1)
         handle = parts.reporter.writers.handle
         global_vars.provide(tensorboard_writer=handle("TensorBoard"), wandb_writer=handle("wandb"))
@@ -120,7 +130,9 @@ class TrainingLoop:
             gc.collect()
         self._parts.reporter.start_interval()
         while not state.finished:
-            flags = self._iteration()
+            number = state.iteration + self._steps.num_undecided + 1
+            with self._profiler.iteration(number):
+                flags = self._iteration(number)
             self.checkpoints.finish()
             if self._steps.num_undecided:
                 continue  # nothing is due, and the step before has been seen to
@@ -134,10 +146,9 @@ class TrainingLoop:
                 return ending
         return None
 
-    def _iteration(self) -> tuple[float, ...]:
-        """One step; returns the flags (signal, duration) summed over ranks, of the last step that is decided on."""
+    def _iteration(self, number: int) -> tuple[float, ...]:
+        """The next step; returns the flags (signal, duration) summed over ranks, of the last step decided on."""
         steps, training, session, data = self._steps, self._config.training, self._session, self._parts.data
-        number = self.state.iteration + steps.num_undecided + 1
         self._begins(number)
         num_microbatches = self._batch.num_microbatches(self._begun_at)
         if number in training.iterations_to_skip:  # draw the batch, train on nothing
@@ -167,6 +178,7 @@ class TrainingLoop:
         config = self._config
         return (
             number >= self.state.train_iters
+            or self._measuring.broken_limit is not None
             or self._evaluator.is_due(number)
             or self.checkpoints.is_due(number)
             or ends_at(number, config.training.exit_interval)
@@ -223,6 +235,10 @@ class TrainingLoop:
 
     def _ending(self, flags: tuple[float, ...]) -> Ending | None:
         """A reason to stop after this iteration, the same on all ranks. Communicates over the world if there is one."""
+        if (broken := self._measuring.broken_limit) is not None:
+            why = metrics.datetime_line("exiting program: --rank-memory-limit", datetime.datetime.now())
+            self._session.print_rank_0(f"ERROR: {broken}", why)
+            return Ending(ExitStatus.CONFIGURATION, broken)
         signalled, time_is_up = flags
         training, iteration, status = self._config.training, self.state.iteration, ExitStatus.DONE
         if not (signalled or time_is_up or ends_at(iteration, training.exit_interval)):
@@ -231,8 +247,11 @@ class TrainingLoop:
         heard = self._session.gather(self._signals.requested())
         if signalled:
             name = next(filter(None, heard))
-            why, reason = f"after receiving {name}.", f"received {name}"
-            status = ExitStatus.STOPPED if self._config.checkpoint.save else ExitStatus.STOPPED_UNSAVED
+            is_signal = name.startswith("SIG")
+            why, reason = (
+                (f"after receiving {name}.", f"received {name}") if is_signal else (f"after {name}.", name)
+            )
+            status = stopped_status(self._config.checkpoint.save)
         elif time_is_up:
             why, reason = f"after {training.exit_duration_in_mins or 0} minutes", "--exit-duration-in-mins"
         else:

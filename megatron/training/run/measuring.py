@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megatron.core.distributed.plan_inputs import measured_moves
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, planned_bubble, replanned
-from megatron.core.pipeline_parallel.plan.measuring.measured_costs import measured_bubbles
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, RankLimitError, replanned
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,
@@ -22,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
     planned_residency,
     start_up_lines,
 )
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.core.words import size_text
@@ -47,6 +45,8 @@ class Measuring:
         self._parts, self._session, self._pipeline = parts, parts.session, parts.pipeline
         self._costs: CostModel | None = None  # as measured
         self._start = self._length = 0
+        self._link_known = False
+        self.broken_limit: str | None = None  # why the run has to end, the same on all ranks
         if parts.pipeline.spec.residency is None:
             return
         validated = self._session.config.parallel.enable_optimizer_post_validation
@@ -60,11 +60,13 @@ class Measuring:
         spec = self._pipeline.spec
         if spec.residency is None:
             return
-        told = planned_residency(spec, num_microbatches, self._purpose, self._at_rest)
-        lines = start_up_lines(spec.schedule, spec.residency, *told)
-        held = told[1]
+        planned = planned_residency(
+            spec, num_microbatches, self._purpose, self._at_rest, self._in_bytes(spec)
+        )
+        held = planned.at_once
         most = size_text(held.total, digits=3) + (" and activations" if held.activations is None else "")
         brief = f" > memory in a step: at most {most} of tensors planned on a rank"
+        lines = start_up_lines(spec.schedule, spec.residency, planned)
         self._session.print_rank_last(*lines, brief=brief)
         self._session.print_rank_last(*at_once_lines(spec, num_microbatches, self._purpose))
 
@@ -84,7 +86,12 @@ class Measuring:
         """Solve again where it is time. Communicates then over the world. Raises TrainingExit where ranks come to
         different plans."""
         profiler, iteration = self._pipeline.profiler, task.iteration
-        if profiler is None or self._costs is not None:
+        if profiler is None:
+            return
+        if not self._link_known:
+            self._pipeline.measure_link()
+            self._link_known = True
+        if self._costs is not None or self.broken_limit is not None:
             return
         if iteration < self._start:  # the window is measured by itself; its first step may have run already
             profiler.forget(iteration)
@@ -93,34 +100,39 @@ class Measuring:
                 self._take_figures(iteration, task.num_microbatches)
 
     def _bubbles(self, task: StepTask) -> Bubbles | None:
-        if (profiler := self._pipeline.profiler) is None:
+        if (profiler := self._pipeline.profiler) is None or len(self._session.ps.pp_group.ranks) == 1:
             return None
         told = self._session.gather(profiler.figures_of_step(task.iteration))
-        measured = measured_bubbles([one for one in told if one is not None]).get(task.iteration)
-        if measured is None:
+        plan, figures = profiler.plan_of_step(task.iteration), [one for one in told if one is not None]
+        if plan is None or len(figures) < len(told):
             return None
-        spec, wire = self._pipeline.spec, self._pipeline.wire
-        planned = planned_bubble(spec, task.num_microbatches, self._costs, wire)
-        return Bubbles(task.iteration, planned, measured)
+        wire = self._pipeline.wire
+        return Bubbles.of(figures, plan, None if wire is None else self._pipeline.spec.with_lanes(wire))
+
+    def _in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
+        """By which activations are counted."""
+        return self._session.config.staged_model.in_bytes(spec)
 
     def _residency(self, task: StepTask) -> StepResidency | None:
-        pipeline, engine = self._pipeline, self._parts.engine
-        if pipeline.spec.residency is None:
+        pipeline, profiler = self._pipeline, self._pipeline.profiler
+        if pipeline.spec.residency is None or (ran := pipeline.ran(task.iteration)) is None:
             return None
-        assert pipeline.wire is not None, "a residency without a wire"
-        asked = pipeline.spec, task.num_microbatches, self._purpose, self._at_rest, self._costs, pipeline.wire
-        rank, planned, planned_moves = planned_residency(*asked)
-        tracker = engine.memory_tracker
-        gradients = tracker.peak("grads") + tracker.peak("extra")
-        held = HeldBytes(engine.persistent_bytes(), tracker.peak("gathered"), gradients, None)
-        tracker.reset_peaks()
-        moves = measured_moves(engine.model, pipeline.wire, pipeline.step_s)
-        own = [dataclasses.asdict(one) for one in (held, moves)]
-        told = self._session.gather([self._session.ps.pp_rank, *own])
-        mine = [(HeldBytes(**held), StepMoves(**moves)) for of, held, moves in told if of == rank]
-        measured, _ = max(mine, key=lambda one: one[0].total)
-        _, moves = max(mine, key=lambda one: one[1].exposed_share or 0.0)  # the one that has waited longest
-        return StepResidency(task.iteration, rank, planned, measured, planned_moves, moves)
+        in_bytes = self._in_bytes(ran.spec)
+        asked = ran.spec, task.num_microbatches, ran.purpose, self._at_rest, in_bytes, self._costs
+        rank = planned_residency(*asked, pipeline.wire).rank
+        figures = None if profiler is None else profiler.figures_of_step(task.iteration)
+        activations = 0 if figures is None else figures["peak_bytes"]
+        facts = ran.with_new_weights, ran.repeated  # a rank may have stepped that others waited with
+        held, moves = dataclasses.asdict(ran.held), dataclasses.asdict(ran.moves)
+        told = self._session.gather([self._session.ps.pp_rank, facts, activations, held, moves])
+        mine = [one[1:] for one in told if one[0] == rank]
+        (changed, repeated), *_ = mine[0]
+        planned = planned_residency(*asked, pipeline.wire, weights_changed=changed, repeated=repeated)
+        measured = max((HeldBytes(**held) for *_, held, _ in mine), key=lambda one: one.total)
+        # The one that has waited longest.
+        longest = max((StepMoves(**moves) for *_, moves in mine), key=lambda one: one.exposed_share or 0.0)
+        most = max(activations for _, activations, *_ in mine)
+        return StepResidency(task.iteration, planned, measured, most or None, longest)
 
     def _move_window(self, start: int) -> None:
         self._start = start
@@ -134,7 +146,8 @@ class Measuring:
         chunks, schedule = self._parts.engine.chunks, pipeline.spec.schedule
         splits = all(unsplittable(chunk.module, schedule) is None for chunk in chunks)
         # The next iteration may have run already: it is none of the window's.
-        gathered = session.gather([profiler.local_figures(iteration, pipeline.link_ns()), splits])
+        pipeline.measure_link()
+        gathered = session.gather([profiler.local_figures(iteration), splits])
         profiler.forget(iteration)
         figures = [one for one, _ in gathered if one is not None]
         if len(figures) < len(gathered):  # iterations were skipped, or broke off: measure the next ones
@@ -143,16 +156,28 @@ class Measuring:
         pipeline.keep_groupings(pipeline.residencies)
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
         splits = all(splits for _, splits in gathered)
-        spec, self._costs, reasons, told = replanned(
-            iteration, figures, pipeline.spec, sizes, splits=splits, lanes=pipeline.wire
-        )
-        why = " > --pipeline-schedule auto, by measured costs: "
+        limited, spec = session.config.parallel.rank_memory_limit is not None, pipeline.spec
+        alike = session.config.staged_model.on_the_stages_of(spec) if limited else []
+        if limited and spec.residency is None:  # nothing moves, but there is a limit
+            chosen = session.config.schedule_spec
+            spec = dataclasses.replace(spec, stages_units=chosen.stages_units, residency=chosen.residency)
+        asked = iteration, figures, spec, sizes
+        try:
+            spec, self._costs, reasons, told = replanned(
+                *asked, splits=splits, lanes=pipeline.wire, alike=alike
+            )
+        except RankLimitError as error:
+            self.broken_limit = str(error)
+            return
+        why = f" > --{'rank-memory-limit' if limited else 'pipeline-schedule auto'}, by measured costs: "
         session.print_rank_0(*(f"{why}{line}" for line in reasons), brief="")
         if told.kept is None:
-            pipeline.plan_by(spec)
+            pipeline.plan_by(spec if pipeline.spec.residency is not None else spec.bare)
             bare, plan = (plan_for(one, num_microbatches, PlanPurpose.TRAIN) for one in (spec.bare, spec))
             check_same_plan(session.gather(plan_hash(plan)))
             told = dataclasses.replace(told, path=self._save(bare))
+            if limited:
+                session.print_rank_last(*at_once_lines(spec, num_microbatches, PlanPurpose.TRAIN), brief="")
         self._parts.reporter.planned_again(told)
 
     def _save(self, plan: Plan) -> str | None:

@@ -14,20 +14,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.plan_inputs import measured_wire, units_of_all_stages
+from megatron.core.distributed.plan_inputs import measured_moves, measured_wire, units_of_all_stages
 from megatron.core.distributed.unit_events import watch_units
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
+from megatron.core.pipeline_parallel.plan.planned_residency import HeldBytes, StepMoves
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.pipeline_parallel.post_validation.state import Validation
+from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
 from megatron.core.pipeline_parallel.post_validation.validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
-from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders, Region
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
@@ -55,6 +56,19 @@ class _Step:
     numbers: StepMetrics
 
 
+@dataclasses.dataclass(frozen=True)
+class RanStep:
+    """What a training step has held and moved on this rank. spec, purpose: of the plan that ran. with_new_weights: they
+    had changed since the step before. repeated: that one was taken back in this one, and forwards ran again."""
+
+    spec: ScheduleSpec
+    purpose: PlanPurpose
+    with_new_weights: bool
+    repeated: bool
+    held: HeldBytes
+    moves: StepMoves
+
+
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
@@ -80,6 +94,7 @@ class PipelineRunner:
         self._per_token_loss = session.config.model.calculate_per_token_loss
         recorders = [one for one in (recorder, profiler) if one is not None]
         self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
+        self.region: Region | None = None  # of a profiler, while one runs
         self._channel = P2P(session.ps)
         self.validator: PostValidator | None = None
         self._step: _Step | None = None
@@ -99,8 +114,11 @@ class PipelineRunner:
             watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
         self._executors: dict[tuple[int, PlanPurpose], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
-        self.step_s = 0.0  # of the last training step, until its gradients were summed
-        self._began_s = 0.0
+        self._began_s = self._step_s = (
+            0.0  # of the last training step, which ends when its gradients are summed
+        )
+        self._ran: dict[int, RanStep] = {}  # by iteration, of the last steps
+        self._repeated = False
 
     def train(self, batches: StepBatches, task: StepTask, *, reduce_gradients: bool = True) -> StepMetrics:
         """Forward and backward of every microbatch; main gradients hold the sums afterwards.
@@ -112,6 +130,8 @@ class PipelineRunner:
         step = self._begin(batches, task)
         self._execute(task, PlanPurpose.TRAIN)
         numbers = self.finish_gradients() if reduce_gradients else self._named(step.numbers, True)
+        if reduce_gradients:
+            self._note_ran(task, PlanPurpose.TRAIN)
         self._step = None
         return numbers
 
@@ -122,6 +142,8 @@ class PipelineRunner:
         keep = self.validator is not None and self.validator.pending
         self._engine.model.begin_step(task.num_microbatches, keep_gradients=keep)
         done = self._execute(task, PlanPurpose.TRAIN_AND_STEP)
+        if done:
+            self._note_ran(task, PlanPurpose.TRAIN_AND_STEP)
         self._step = None
         return done
 
@@ -132,8 +154,27 @@ class PipelineRunner:
             self._engine.model.reductions.check_reduced()
         with self._timers("all-grads-sync", log_level=2):
             self._engine.model.finish()
-        self.step_s = time.monotonic() - self._began_s
+        self._step_s = time.monotonic() - self._began_s
         return self._named(self._step.numbers, True)
+
+    def ran(self, iteration: int) -> RanStep | None:
+        """One of the last two training steps that came to their end, where data parallelism moves anything."""
+        return self._ran.get(iteration)
+
+    def _note_ran(self, task: StepTask, purpose: PlanPurpose) -> None:
+        if self.wire is None:
+            return
+        model, tracker = self._engine.model, self._engine.memory_tracker
+        gathered, gradients = tracker.fullest("gathered"), tracker.fullest("grads", "extra")
+        self._ran[task.iteration] = RanStep(
+            self.spec,
+            purpose,
+            model.began_with_new_weights,
+            self._repeated,
+            HeldBytes(self._engine.persistent_bytes(), gathered, gradients, None),
+            measured_moves(model, self.wire, self._step_s),
+        )
+        self._ran.pop(task.iteration - 2, None)
 
     def evaluate(self, batches: StepBatches, numbers: StepMetrics, task: StepTask) -> None:
         """Forward only, without dropout or gradients; losses are added to `numbers`. Communicates over the pipeline."""
@@ -171,9 +212,12 @@ class PipelineRunner:
         groupings = tuple((size, one.grouping) for size, one in sorted(residencies.items()))
         self.plan_by(dataclasses.replace(self.spec, groupings=groupings))
 
-    def link_ns(self) -> int:
-        """What a message takes on the slowest of this rank's links. Communicates over the pipeline, between steps."""
-        return self._channel.ping()
+    def measure_link(self) -> None:
+        """What a message takes on the slowest of this rank's links, for whoever measures steps. Communicates over the
+        pipeline, between steps, of which there has been one."""
+        found = self._channel.ping()
+        if self._recorder is not None:
+            self._recorder.message_takes(found)
 
     def close(self) -> None:
         """The run is over: close the recorder."""
@@ -198,15 +242,16 @@ class PipelineRunner:
         key = (task.num_microbatches, purpose)
         if key not in self._executors:
             self._executors[key] = self._executor(*key)
-        self._began_s = time.monotonic()
-        return self._executors[key].run(task.iteration)
+        self._engine.memory_tracker.begin_step()
+        self._began_s, self._repeated = time.monotonic(), False
+        return self._executors[key].run(task.iteration, self.region)
 
     def _executor(self, num_microbatches: int, purpose: PlanPurpose) -> Executor:
         handlers: dict[Kind, Handler] = {}
         validation: Validation | None = None
         if purpose is PlanPurpose.TRAIN_AND_STEP:
             assert self.validator is not None, "train_and_step() without a validator"
-            validation = Validation(self.validator.decide, self._forget)
+            validation = Validation(self._decide, self._forget)
             step = self.validator.handlers[Kind.STEP]
 
             def timed_step(op: RawOp) -> None:
@@ -227,6 +272,12 @@ class PipelineRunner:
             handlers=handlers,
             validation=validation,
         )
+
+    def _decide(self) -> Go:
+        assert self.validator is not None, "a decision without a validator"
+        go = self.validator.decide()
+        self._repeated = go is Go.AGAIN
+        return go
 
     def _forget(self, stage: int, microbatch: int) -> None:
         """Forwards of the step under way are undone, all that there were: so are their losses."""
@@ -276,7 +327,9 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
     profiler = None
-    if session.ps.pp_size > 1:  # there are messages
+    if (
+        session.ps.pp_size > 1 or parallel.rank_memory_limit is not None
+    ):  # there are messages, or limits to keep to
         live, (start, end) = engine.memory_tracker.live, parallel.timers_window
         profiler = Profiler(
             session.device,

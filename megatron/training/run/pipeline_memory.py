@@ -8,6 +8,7 @@ from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits, limit_lines, reason_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.words import counted, size_text
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.report.session import Session
@@ -81,14 +82,14 @@ def check_validated(session: Session, spec: ScheduleSpec, engine: Engine) -> Non
     for rank, (needed, copies, grads, free) in enumerate(told):
         if free is not None and needed > free:
             kept = [
-                f"copies of main weights and moments, to take steps back to ({copies / 2**20:.0f} MiB)"
+                f"copies of main weights and moments, to take steps back to ({size_text(copies)})"
             ] * bool(copies)
-            kept += [f"gradients until they are decided on ({grads / 2**20:.0f} MiB)"] * bool(grads)
+            kept += [f"gradients until they are decided on ({size_text(grads)})"] * bool(grads)
             kept += ["the activations of the plan"] * spec.estimated
             message = (
-                f"rank {rank}: {', '.join(kept)} take {needed / 2**20:.0f} MiB"
-                + (f" for the {ranks_here} ranks of its machine" if ranks_here > 1 else "")
-                + f", of which {free / 2**20:.0f} MiB are free"
+                f"rank {rank}: {', '.join(kept)} take {size_text(needed)}"
+                + (f" for the {counted(ranks_here, 'rank')} of its machine" if ranks_here > 1 else "")
+                + f", of which {size_text(free)} are free"
             )
             fix = (
                 "give --post-validation-rollback inverse (no copies; approximate: docs/pipelines.md), leave "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found
+from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.optimizer.grad_scaler import SCALER_SCHEMA, GradScalerStateError
@@ -17,10 +17,12 @@ from megatron.core.pipeline_parallel.plan.planned_residency import kept_grouping
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.schema import Place, Schema, array, check, integer, one_of
 from megatron.training.config.microbatches import ends_at
+from megatron.training.config.saved_config import check_config
 from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA
-from megatron.training.run.checkpointing import Checkpointer, Restored
+from megatron.training.run.checkpointing import OPTIMIZER_PREFIX, Checkpointer, Restored
 from megatron.training.run.data import first_difference
 from megatron.training.run.parts import RunParts
+from megatron.training.run.rng_state import check_rng_state
 from megatron.training.state import TRAIN_STATE_SCHEMA
 
 SECTIONS: Mapping[str, Schema] = {"train_state": TRAIN_STATE_SCHEMA, "nan_policy": NAN_POLICY_SCHEMA}
@@ -28,14 +30,6 @@ OPTIMIZER_SECTIONS: Mapping[str, Schema] = {
     "optimizer": OPTIMIZER_SCHEMA,
     "scheduler": SCHEDULER_SCHEMA,
     "scaler": SCALER_SCHEMA,
-}
-# What no run can have more of than the whole checkpoint says.
-_AT_MOST = {
-    ("train_state", "skipped_train_samples"): "consumed_train_samples",
-    ("nan_policy", "consecutive_skips"): "iteration",
-    ("optimizer", "num_steps"): "iteration",
-    ("scheduler", "samples"): "consumed_train_samples",
-    ("scaler", "clean_steps"): "iteration",
 }
 _MOST_GROUPS = 1 << 22  # of a saved plan: so many groups of microbatches are not made by any run
 
@@ -63,9 +57,48 @@ def check_state(found: Found, with_optimizer: bool) -> None:
     check(_GROUPINGS, common.get("groupings", []), place.at("groupings"))
     for name in ("iteration", "consumed_train_samples"):
         check(one_of(getattr(manifest, name)), common["train_state"][name], place.at(f"train_state.{name}"))
-    for (section, name), limit in _AT_MOST.items():
+    for field, (least, most) in _counters(found, sections).items():
+        section, _, name = field.partition(".")
         if section in sections and (value := common[section].get(name)) is not None:
-            check(integer(high=getattr(manifest, limit)), value, place.at(f"{section}.{name}"))
+            check(integer(least, most), value, place.at(field))
+
+
+def _counters(found: Found, sections: Mapping[str, Schema]) -> dict[str, tuple[int, int]]:
+    """The least and the most that counters of a run can be, by the others.
+
+    An iteration is a step on its samples, or it has drawn them and taken none: for --iterations-to-skip, because the
+    step was not finite, or before this optimizer began (--no-load-optim). Each iteration has a sample at least.
+    """
+    manifest, common = found.manifest, found.manifest.common
+    iteration, samples = manifest.iteration, manifest.consumed_train_samples
+    counters = {
+        "train_state.skipped_train_samples": (0, samples),
+        "nan_policy.consecutive_skips": (0, iteration),
+        "scaler.clean_steps": (0, iteration),
+    }
+    if "optimizer" not in sections:
+        return counters
+    left_out, trained = common["train_state"]["skipped_train_samples"], common["scheduler"]["samples"]
+    idle = samples - left_out - trained  # of iterations without a step of this optimizer
+    without_step = max(common["nan_policy"]["consecutive_skips"], int(idle > 0)) + int(left_out > 0)
+    least = int(trained > 0) if idle else iteration - left_out
+    counters["scheduler.samples"] = (0, samples - left_out)
+    counters["optimizer.num_steps"] = (least, min(trained, iteration - without_step))
+    return counters
+
+
+def check_manifest(found: Found) -> None:
+    """Raises CheckpointError naming the field for which a run would refuse a checkpoint, whatever the run's flags. A
+    trainer of its own may have no configuration or state of ours in it."""
+    manifest = found.manifest
+    if "config" in manifest.common:
+        config_of(found, check_config)
+    if "train_state" in manifest.common:
+        check_state(found, any(name.startswith(OPTIMIZER_PREFIX) for name in manifest.tensors))
+    place = found.place("per_rank")
+    for rank, own in enumerate(manifest.per_rank):
+        if isinstance(own, dict) and "rng" in own:
+            check_rng_state(own["rng"], place[rank].at("rng"))
 
 
 class RunCheckpoints:

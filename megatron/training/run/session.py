@@ -67,12 +67,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     tokenizer = build_from_config(config.tokenizer)
     config = _with_limit(with_vocabulary(config, tokenizer, ps), ps)
-    timers = Timers(
-        config.logging.timing_log_level,
-        config.logging.timing_log_option,
-        synchronize=here.synchronize,
-        barrier=lambda: collectives.barrier(ps.control_group),
-    )
+    timers = new_timers(config, ps)
     # The last thing that may be refused: from here on the run's ends are recorded, and the folder given free. Gathered,
     # as a broadcast would not wait for the others, who would lose a first rank that ends.
     claimed = folder.claim(env, say) if ps.is_first_rank else None
@@ -100,6 +95,8 @@ def _join_world(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelS
     if env.world_size > 1:
         meeting = Meeting(store, env.rank, env.world_size, timeout, hosts=hosts_store(env))
         flags = {**config.flat(), **config.extra}
+        if _asks_machine(config):  # of which every host has its own; settled below
+            flags["rank_memory_limit"] = "auto"
         compare_across_ranks(meeting, flags, backend=here.backend, torch_version=torch.__version__)
     parallel_state.init_process_group(
         here, rank=env.rank, world_size=env.world_size, timeout=timeout, store=store
@@ -117,6 +114,16 @@ def _join_world(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelS
     return ps, watchdog
 
 
+def new_timers(config: Config, ps: ParallelState) -> Timers:
+    """As the flags ask for them."""
+    return Timers(
+        config.logging.timing_log_level,
+        config.logging.timing_log_option,
+        synchronize=ps.device.synchronize,
+        barrier=lambda: collectives.barrier(ps.control_group),
+    )
+
+
 def sow(seed: int, ps: ParallelState) -> None:
     """Python, NumPy and torch, for user code: the model's own randomness is keyed by name and by sample."""
     for generator in (random.seed, np.random.seed, torch.manual_seed):
@@ -124,17 +131,24 @@ def sow(seed: int, ps: ParallelState) -> None:
 
 
 def _with_limit(config: Config, ps: ParallelState) -> Config:
-    """With what --rank-memory-limit decides on. Communicates over the world where it is a share of the device's memory.
-    Raises ConfigurationError."""
-    if config.parallel.rank_memory_limit == "auto":
-        totals = host_data.all_gather_json(ps.device.total_bytes(), ps.control_group)
-        config = config.replace(rank_memory_limit=int(_OF_DEVICE * min(totals)))
+    """With what --rank-memory-limit decides on. Communicates over the world where it is a share of the device's memory,
+    or of the machine's. Raises ConfigurationError."""
+    limit = config.parallel.rank_memory_limit
+    if _asks_machine(config):
+        share = int(_OF_DEVICE * (ps.device.total_bytes() or 0)) if limit == "auto" else limit
+        config = config.replace(rank_memory_limit=min(host_data.all_gather_json(share, ps.control_group)))
     try:
         return config.chosen()
     except (StageLayersError, PlanError) as error:
         fix = "raise it, use smaller microbatches or more recomputation, or more ranks"
         problem = Problem("rank-memory-limit", ("--rank-memory-limit",), str(error), fix)
         raise ConfigurationError([problem]) from None
+
+
+def _asks_machine(config: Config) -> bool:
+    """--rank-memory-limit auto: what is left to the device, or was taken from the machine."""
+    limit = config.parallel.rank_memory_limit
+    return limit == "auto" or (limit is not None and config.origin.get("rank_memory_limit") == "derived")
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) -> Config:

@@ -92,9 +92,9 @@ class StepRunner:
             with self.phase("optimizer"):
                 coefficient = clip_coefficient(attempt.norm, self.config.optimizer.clip_grad)
                 engine.optimizer.step(attempt.divisor, coefficient)
-                check = WeightCheck(engine, self.ps)
+                check = WeightCheck(engine.optimizer)
                 engine.model.weights_changed()
-                check.passed(task.iteration)
+                check.passed(f"iteration {task.iteration}")
         return self.counted(attempt, verdict, task, loss_scale, rolled_back, self.parts.clock.now())
 
     def counted(

@@ -14,6 +14,7 @@ from megatron.core.optimizer.mixed_precision import OptimizerStateError
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import TokenizerError
+from megatron.core.transport import waiting
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.training import global_vars
 from megatron.training.config.config import Config
@@ -24,7 +25,7 @@ from megatron.training.guard import exit_status
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
-from megatron.training.guard.signals import SignalHandler
+from megatron.training.guard.signals import SignalHandler, StopRequested
 from megatron.training.guard.startup_check import StartupMismatchError
 from megatron.training.guard.watchdog import OrphanedError, OrphanGuard
 from megatron.training.guard.weight_check import NonFiniteWeightsError, ReplicaMismatchError
@@ -125,21 +126,24 @@ class _Run:
             store_trouble=lambda s: None if self.session is None else self.session.watchdog.store_trouble(s),
             where=lambda: "starting" if self.session is None else self.session.watchdog.place,
             end=self._end_aside,
+            ask=self._asked_to_save,
+            still_s=lambda: 0.0 if self.session is None else self.session.watchdog.still_s,
         )
 
     def run(
         self, datasets_provider: DatasetsProvider, model_provider: ModelProvider, forward_step: ForwardStep
     ) -> Ending:
         """Everything up to the last iteration. Raises what STATUS_TABLE lists, and TrainingExit."""
-        session = self.session = initialize(self.config, self.env, self.folder)
-        config, ps = session.config, session.ps
-        args = {**config.flat(), **config.extra}
-        global_vars.set_global_variables(args, rank=ps.rank, world_size=ps.world_size)
-        parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
-        global_vars.provide(config=config, parallel_state=ps, **parts)
-        with session.watchdog.phase("build model"):
-            engine = build_engine(config, ps, model_provider)
-            runner = build_runner(session, engine, forward_step)
+        with waiting.ended_by(self.signals.end_waiting):
+            session = self.session = initialize(self.config, self.env, self.folder)
+            config, ps = session.config, session.ps
+            args = {**config.flat(), **config.extra}
+            global_vars.publish(args, rank=ps.rank, world_size=ps.world_size)
+            parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
+            global_vars.provide(config=config, parallel_state=ps, **parts)
+            with session.watchdog.phase("build model"):
+                engine = build_engine(config, ps, model_provider)
+                runner = build_runner(session, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, engine, runner)
         try:
             return self.loop.run(datasets_provider)
@@ -152,10 +156,15 @@ class _Run:
         watchdog = None if self.session is None else self.session.watchdog
         if exit_status.status_of(error, STATUS_TABLE) is ExitStatus.BUG:
             error = limit_behind(error) or error
+        is_stopped = isinstance(error, StopRequested)
+        if is_stopped:
+            error = TrainingExit(exit_status.stopped_status(self.config.checkpoint.save), str(error))
         status = exit_status.status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
             diagnose = None if watchdog is None else watchdog.diagnose
             self._report(error, diagnose=diagnose)
+        elif is_stopped:  # perhaps no other rank was
+            self._leave_record(status, str(error))
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
@@ -186,7 +195,15 @@ class _Run:
             "rank": self.env.rank,
             "iteration": None if loop is None else loop.state.iteration,
             "checkpoint": None if loop is None else loop.checkpoints.last,
+            "launcher": self.env.record_of_attempt,
         }
+
+    def _asked_to_save(self, why: str) -> bool:
+        """False where there is nothing to save, or nowhere to."""
+        if self.loop is None or self.config.checkpoint.save is None:
+            return False
+        self.signals.ask(why)
+        return True
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
@@ -194,14 +211,19 @@ class _Run:
         self.folder.release()
         return status
 
+    def _leave_record(self, status: ExitStatus, reason: str, *, in_folder: bool = True) -> None:
+        """exit.json for the launcher, and in the run's folder."""
+        how_far = self._record_of(status)
+        directory, launcher = how_far.pop("directory"), how_far.pop("launcher")
+        record = ExitRecord.of(status, reason, **how_far)
+        exit_status.leave_exit_json(directory if in_folder else None, record, launcher)
+
     def end(self, ending: Ending) -> None:
         """All ranks leave together; status 0 returns to the caller."""
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
-        if self.env.rank == 0:
-            how_far = self._record_of(ending.status)
-            directory = how_far.pop("directory")
-            exit_status.leave_exit_json(directory, ExitRecord.of(ending.status, ending.reason, **how_far))
+        if self.env.local_rank == 0:
+            self._leave_record(ending.status, ending.reason, in_folder=self.env.rank == 0)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

@@ -79,7 +79,7 @@ class ValidatedStepRunner(StepRunner):
             done = self.parts.pipeline.train_and_step(batches, task)
         self._running = None
         if self._validator.pending:
-            self._check = WeightCheck(self.engine, self.ps)
+            self._check = WeightCheck(self.engine.optimizer)
         if not done:
             batches.step_back()
         elif self._undecided is not None:
@@ -94,7 +94,7 @@ class ValidatedStepRunner(StepRunner):
     def _decided_on(self, batches: StepBatches) -> Iterator[StepResult]:
         results, self._results = self._results, []
         for result, check in results:
-            check.passed(result.task.iteration)
+            check.passed(f"iteration {result.task.iteration}")
             yield result
         if self._failed is not None:
             (step, outcome, verdict), self._failed = self._failed, None
@@ -148,6 +148,6 @@ class ValidatedStepRunner(StepRunner):
         ended_at = self.parts.clock.now() if step.ended_at is None else step.ended_at
         result = self.counted(attempt, verdict, step.task, step.loss_scale, outcome.rolled_back, ended_at)
         if check is None or not outcome.clean:
-            check = WeightCheck(self.engine, self.ps)
+            check = WeightCheck(self.engine.optimizer)
         self._results.append((result, check))
         return not any(totals.flags)

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from megatron.training.guard.lease import process_start
+from megatron.training.guard.lease_holder import process_start
 from tests.harness import launch
 
 FAULTY = "tests/functional_tests/trainers/faulty.py"

@@ -68,7 +68,8 @@ def test_its_other_lines_train_too(tmp_path):
     assert run_forked(own[2:], cwd=tmp_path).status == 0
     for words in (sharded, pipeline):
         at = words.index(str(ROOT / "pretrain_gpt.py"))
-        assert words[at - 2 : at] == ["--nproc-per-node", "2"]
+        assert words[1].endswith("tools/launch.py")
+        assert words[at - 3 : at] == ["--nproc-per-node", "2", "--"]
         done = run_forked(words[at + 1 :], ranks=2, cwd=tmp_path)
         assert done.status == 0, done.output
         assert 20 in done.losses()

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, SampleFormat
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.gpt_samples import GPTDataset, SampleFormat
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.tokenizers.build import build_tokenizer

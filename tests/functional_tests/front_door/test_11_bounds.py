@@ -316,7 +316,7 @@ def test_an_index_larger_than_this_machine_is_refused_here_and_may_be_made_elsew
     monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda: 2**30))
     (problem,) = problems_of(*words)
     assert problem.rule == "index-size"
-    assert "this machine has 1.0 GiB" in problem.message
+    assert "this machine has 1 GiB" in problem.message
     assert parse_config([*words, "--check-config"]).training.train_iters == 10**8
     assert parse_config([*words, "--dataloader-type", "external"]).training.train_iters == 10**8
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.datasets.blend import read_per_split_file
-from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockCorpus, SampleFormat
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.gpt_samples import GPTDataset, MockCorpus, SampleFormat
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -155,11 +155,11 @@ def test_text_for_preprocessing_of_any_bytes(tmp_path, tool):
 @pytest.mark.parametrize(
     ("requested", "length", "told"),
     [
-        (10**12, 8, "the index of 10000"),
+        (10**12, 8, "making the index of 10000"),
         (
             2**40,
-            2**40,
-            "(--train-samples, or iterations x --global-batch-size) of --seq-length 1099511627776",
+            2**20,
+            "(--train-samples, or iterations x --global-batch-size) of --seq-length 1048576",
         ),
         (1, 2**40, "one sample of --seq-length 1099511627776"),
         (None, 2**40, None),
@@ -175,7 +175,7 @@ def test_indices_that_no_memory_holds_name_the_flag_before_anything_is_allocated
     with pytest.raises(DataError, match="this machine has") as error:
         GPTDataset(corpus, range(len(corpus)), "train", requested, SampleFormat(length), seed=1)
     assert told in str(error.value)
-    assert "GiB of memory in every process" in str(error.value)
+    assert "GiB of memory; this machine has" in str(error.value)
 
 
 def test_a_blend_that_no_memory_holds():
@@ -185,7 +185,7 @@ def test_a_blend_that_no_memory_holds():
 
 
 def test_a_run_of_absurd_length(tmp_path):
-    words = [word for word in launch.TINY if word not in ("--data-cache-path", launch._CACHE)]
+    words = [*launch.TINY_DATA, "--data-path", "corpus"]
     run = launch.run_forked([*words, "--train-samples", str(10**12), "--lr-decay-samples", "9"], cwd=tmp_path)
     launch.ended(run, 2)
     assert "asks for 1000000000000 samples" in run.output

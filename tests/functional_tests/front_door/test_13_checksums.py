@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.datasets import checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from tests.harness import launch
 from tools.corpus_report import verify_corpus

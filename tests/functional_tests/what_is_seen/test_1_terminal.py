@@ -9,16 +9,15 @@ import signal
 import pytest
 
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
-from megatron.core.words import counted
+from megatron.core.words import brief_duration, counted
 from megatron.training.guard.exit_status import ExitStatus, report_failure
 from megatron.training.report.metrics import IterationRecord
-from megatron.training.report.progress import brief_duration
 from megatron.training.report.screen import bar_line, short_line
 from tests.harness import launch
 from tests.harness.screen import Terminal, frames, log_of, on_terminal, seen
 
 FLAGS = "--train-iters 12 --log-interval 3 --eval-interval 6 --eval-iters 1 --save-interval 6 --log-throughput".split()
-STEP = re.compile(r" step +(\d+)/12  loss +\d\.\d{4}  grad +\d\.\d{3}  +[\d,]+ tok/s")
+STEP = re.compile(r" step +(\d+)/12  loss +\d\.\d{4}  lr [\d.]+ +grad +\d\.\d{3}  +[\d,]+ tok/s")
 PLAN = re.compile(r"^ > plan: (\{.*\})$", re.MULTILINE)
 BAR = re.compile(r"^ █*░* [ \d]*\d\.\d% \| \d+/\d+")
 
@@ -41,7 +40,7 @@ def test_one_short_line_a_report(two_ranks):
     assert [int(STEP.match(line)[1]) for line in steps] == [1, 3, 6, 9, 12]
     assert all(len(line) < 80 for line in steps), steps
     columns = [re.sub(r"[\d.,%]+|-", "0", re.sub(" +", " ", line)) for line in steps]
-    assert set(columns) == {" step 0/0 loss 0 grad 0 0 tok/s mem 0 GB bubble 0"}, steps
+    assert set(columns) == {" step 0/0 loss 0 lr 0 grad 0 0 tok/s bubble 0"}, steps
     assert {len(line) for line in steps} == {len(steps[0])}, "columns do not stand below each other"
     assert all(re.search(r"bubble +\d+\.\d%$", line) for line in steps[1:]), steps
     assert not [line for line in lines if line.startswith(" step") and line not in steps]
@@ -127,7 +126,7 @@ def test_a_resumed_run_that_is_interrupted(two_ranks):
     assert finished.statuses == (75,)
     lines = seen(terminal.written.decode())
     step = next(line for line in lines if line.startswith(" step    20/5,000"))
-    amounts = r"grad norm \d\.\d{3}  +[\d,]+ tokens/s +[\d.]+ [MG]FLOP/s a rank  memory +\S+ GB  ETA +\S+$"
+    amounts = r"lr 0\.\d+ +grad norm \d\.\d{3}  +[\d,]+ tokens/s +[\d.]+ [MG]FLOP/s a rank  memory +\S+ GiB  ETA +\S+$"
     assert re.search(r"  loss \d\.\d{4}  " + amounts, step), step
     assert not [line for line in lines if "█" in line or "░" in line]
     last = [line for line in lines if line.strip()][-1]
@@ -209,14 +208,15 @@ EVERY = ("throughput_tflops", "bubbles", "eta")
 
 def test_columns_go_by_their_importance_and_a_line_is_never_wrapped():
     assert short_line(RECORD, 400, EVERY) == (
-        " step  12,345/100,000  loss 3.2500  grad norm 1.500  12,346 tokens/s  12.3 GFLOP/s a rank"
-        "  memory  6.70 GB  bubble  9.3% (plan  7.7%)  ETA 0:01:10  aux 0.5000  2 skipped (1 NaN)"
+        " step  12,345/100,000  loss 3.2500  lr 0.0001     grad norm 1.500  12,346 tokens/s  12.3 GFLOP/s a rank"
+        "  memory  6.24 GiB  bubble  9.3% (plan  7.7%)  ETA 0:01:10  aux 0.5000  2 skipped (1 NaN)"
     )
     for width in range(30, 300):
         assert all(len(row) < width for row in short_line(RECORD, width, EVERY).split("\n"))
-    line = " step  12,345/100,000  loss 3.2500  grad 1.500  12,346 tok/s"
-    assert short_line(RECORD, 80, EVERY) == f"{line}  bubble  9.3%\n   2 skipped (1 NaN)"
-    assert short_line(RECORD, 80, {"eta"}) == f"{line}  mem  6.70 GB\n   2 skipped (1 NaN)"
+    line = " step  12,345/100,000  loss 3.2500  lr 0.0001     grad 1.500  12,346 tok/s"
+    assert short_line(RECORD, 80, EVERY) == f"{line}\n   2 skipped (1 NaN)"
+    assert short_line(RECORD, 95, EVERY) == f"{line}  bubble  9.3%\n   2 skipped (1 NaN)"
+    assert short_line(RECORD, 95, {"eta"}) == f"{line}  mem  6.24 GiB\n   2 skipped (1 NaN)"
     assert (
         short_line(RECORD, 50, ()) == " step  12,345/100,000  loss 3.2500  grad 1.500\n   2 skipped (1 NaN)"
     )
@@ -265,4 +265,4 @@ def test_counted():
         "2 ranks",
         "1,024 ranks",
     ]
-    assert counted(2, "microbatch", "microbatches") == "2 microbatches"
+    assert counted(2, "microbatch") == "2 microbatches"

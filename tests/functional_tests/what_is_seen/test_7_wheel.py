@@ -87,6 +87,7 @@ def test_help_lists_the_commands_without_torch(installed):
     page = installed.run("megatron-zero", "--help", torch=False)
     for name in (
         "train",
+        "launch",
         "check",
         "schedule",
         "data preprocess",
@@ -96,6 +97,7 @@ def test_help_lists_the_commands_without_torch(installed):
         "generate",
     ):
         assert f"  megatron-zero {name} " in page
+    assert "megatron-zero launch --nproc-per-node 2 -- train" in page
     assert "torchrun --standalone --nproc-per-node 2 --no-python megatron-zero train" in page
     assert installed.run("megatron-zero", status=2, torch=False) == page
     assert installed.run("python", "-m", "megatron", "--help", torch=False) == page
@@ -113,7 +115,7 @@ def test_a_wrong_line_is_refused_before_torch_is_imported(installed):
     assert "required: --hidden-size (width h of the model), " in told
     page = installed.run("megatron-zero", "train", status=2, torch=False)
     assert "\n  megatron-zero train --mock-data " in page
-    assert "--nproc-per-node 2 --no-python" in page
+    assert "\n  megatron-zero launch --nproc-per-node 2 -- train --use-custom-fsdp" in page
     assert "megatron-zero data preprocess --input my.txt" in page
     told = installed.run("megatron-zero", "check", "--mock-data", "--world-size", "2", *TINY, torch=False)
     assert "num_layers" in told
@@ -130,11 +132,8 @@ def test_each_command_works_from_an_empty_folder(installed):
     made = "data preprocess --input my.txt --output-prefix my --append-eod --tokenizer-type ByteTokenizer"
     assert "1 documents" in installed.run(zero, *made.split(), torch=False)
     own = [*TINY, "--data-path", "my_text_document", "--split", "1", "--save", "ck", "--save-interval", "2"]
-    launcher = [
-        sys.executable,
-        *"-m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(),
-    ]
-    trained = installed.run(*launcher, zero, "train", "--pipeline-model-parallel-size", "2", *own)
+    launcher = [zero, *"launch --nproc-per-node 2 -- train --pipeline-model-parallel-size 2".split()]
+    trained = installed.run(*launcher, *own)
     assert re.search(r"iteration +2/ +2 .* lm loss: ", trained)
     assert "2 ranks: PP 2" in installed.run(zero, "checkpoint", "ck", torch=False)
     assert "    | " in installed.run(zero, "data", "inspect", "--load", "ck", torch=False)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import compile_helpers
 from megatron.core.dist_checkpointing.serialization import load, save
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -21,7 +22,6 @@ from megatron.training.tokenizer.tokenizer import _NullTokenizer
 from torch.utils.data import DataLoader
 
 from megatron.core import dist_checkpointing, mpu, parallel_state
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

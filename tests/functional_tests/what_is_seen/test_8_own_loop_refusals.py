@@ -17,8 +17,8 @@ def test_fields_that_a_loop_cannot_have_are_refused_or_warned_of():
     parallel_state.initialize_model_parallel()
     module = torch.nn.Linear(2, 2)
     for fields, told in (
-        ({"use_custom_fsdp": True, "fsdp_double_buffer": True}, "--use-custom-fsdp, --fsdp-double-buffer"),
-        ({"data_parallel_sharding_strategy": "optim_grads_params"}, "--data-parallel-sharding-strategy"),
+        ({"use_custom_fsdp": True, "fsdp_double_buffer": True}, "use_custom_fsdp, fsdp_double_buffer"),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, "data_parallel_sharding_strategy"),
         ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances=2"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -68,9 +68,9 @@ def test_flags_that_a_loop_cannot_have_end_the_process_as_every_refusal(flags, r
 
 
 def test_fields_have_the_verdict_of_the_flags():
-    with pytest.raises(ValueError, match=r"num_experts=8.*roadmap"):
+    with pytest.raises(ValueError, match=r"num_moe_experts=8.*roadmap"):
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, num_moe_experts=8)
-    with pytest.raises(TypeError, match="num_layer"):
+    with pytest.raises(TypeError, match="did you mean num_layers"):
         TransformerConfig(num_layer=2)
     with pytest.warns(UserWarning, match="use_cpu_initialization"):
         TransformerConfig(use_cpu_initialization=True, gradient_accumulation_fusion=False)

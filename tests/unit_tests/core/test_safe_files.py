@@ -46,7 +46,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_appended_to_nor_waited_for(
         read_bytes(path, max_bytes=10)
     with pytest.raises(UnsafeFileError, match="not a regular file"):
         open_for_append(path)
-    with pytest.raises(UnsafeFileError), locked(path):
+    with pytest.raises(UnsafeFileError), locked(path, patience_s=10):
         pass
     assert not (tmp_path / "nowhere").exists()
 
@@ -126,12 +126,12 @@ def test_a_first_word_is_kept(tmp_path):
 
 
 def test_one_process_at_a_time(tmp_path):
-    with locked(tmp_path / "lock"):
+    with locked(tmp_path / "lock", patience_s=0):
         refused = []
 
         def other():
             try:
-                with locked(tmp_path / "lock", wait=False):
+                with locked(tmp_path / "lock", patience_s=0):
                     pass
             except BlockingIOError:
                 refused.append(True)
@@ -140,7 +140,7 @@ def test_one_process_at_a_time(tmp_path):
         thread.start()
         thread.join()
         assert refused
-    with locked(tmp_path / "lock", wait=False):
+    with locked(tmp_path / "lock", patience_s=0):
         pass
 
 
@@ -189,15 +189,15 @@ def test_a_lock_that_its_holder_removed_is_not_held_by_two(tmp_path):
 
     def other():
         waits.set()
-        with locked(path):
+        with locked(path, patience_s=10):
             found.append(path.exists())
-            with pytest.raises(BlockingIOError), locked(path, wait=False):
+            with pytest.raises(BlockingIOError), locked(path, patience_s=0):
                 pass
         done.set()
 
     found = []
     thread = threading.Thread(target=other)
-    with locked(path):
+    with locked(path, patience_s=10):
         thread.start()
         assert waits.wait(10)
         path.unlink()

@@ -161,9 +161,29 @@ def test_errors_name_what_is_wrong():
         units_of(Model(), ("embed", "heads"))
     tied = Model()
     tied.head.weight = tied.embed.weight
-    text = r"'embed.weight' is shared by the units 'embed\+position' and 'norm\+head': .*tuple of the modules' names"
-    with pytest.raises(ModelError, match=text):
-        units_of(tied, Layer)
+    declared = [ModelUnit("in", (tied.embed,)), ModelUnit("rest", (tied,))]
+    with pytest.raises(
+        ModelError, match=r"'embed.weight' is shared by the units .*declare them as one, in units"
+    ):
+        find_units([tied], dict(tied.named_parameters()), declared, None)
+
+
+def test_derived_units_that_share_a_parameter_are_one():
+    tied = Model()
+    tied.head.weight = tied.embed.weight
+    first, *rest = units_of(tied, Layer)
+    assert first.name == "embed+position+norm+head"
+    assert first.lasts, "it stays while the layers come and go"
+    assert first.modules == (tied.embed, tied.position, tied.norm, tied.head)
+    assert "embed+position+norm+head" not in names(rest)
+    inner = Model()
+    inner.layers[0].inner.weight = inner.layers[1].inner.weight
+    assert any(len(unit.modules) == 2 for unit in units_of(inner, Layer))
+    whole = Model()
+    whole.scale = whole.layers[0].inner.weight  # in use at any time: the layer is part of the whole's unit
+    spanning = next(unit for unit in units_of(whole, Layer) if unit.spans)
+    assert spanning.modules == (whole,)
+    assert any(name.startswith("layers.0.inner") or name == "scale" for name in spanning.names)
 
 
 def test_containers_are_no_units():

@@ -32,8 +32,10 @@ MISSING_FILES_RULES = {"files"}
 # Flags in the documents that belong to other programs.
 OTHER_PROGRAMS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-id --rdzv-backend --rdzv-endpoint --max-restarts "
-    "--shutdown-timeout --local-addr --no-python",
+    "--shutdown-timeout --local-addr --no-python --signals-to-handle",
+    "nsys": "--capture-range --capture-range-end",
     "slurm": "--signal --ntasks-per-node --nodes --time --requeue --gpus-per-node --cpus-per-task",
+    "docker": "--gpus --init --memory --shm-size --ulimit",
     "ruff": "--check",
     "examples/custom_trainer": "--context-tokens",
 }
@@ -161,7 +163,7 @@ def problems_of(words, ranks):
 
 def words_after_trainer(arguments):
     """(words of pretrain_gpt.py, ranks) of a torchrun command's arguments."""
-    trainer = arguments.index("pretrain_gpt.py")
+    trainer = arguments.index("train" if "train" in arguments else "pretrain_gpt.py")
     ranks = int(arguments[arguments.index("--nproc-per-node") + 1])
     nodes = int(arguments[arguments.index("--nnodes") + 1]) if "--nnodes" in arguments else 1
     return arguments[trainer + 1 :], ranks * nodes
@@ -278,8 +280,10 @@ def documented_launch_lines():
     for path in DOCUMENTS:
         for _, code in FENCE.findall(path.read_text()):
             for line in code.replace("\\\n", " ").splitlines():
-                launched = "torchrun" in line or "torch.distributed.run" in line
-                if launched and "pretrain_gpt.py" in line and "--num-layers" in line:
+                trainer = re.search(
+                    r"(torchrun|distributed\.run) .*pretrain_gpt\.py |launch(\.py)? .*-- ", line
+                )
+                if trainer and "--num-layers" in line:
                     yield pytest.param(line, id=f"{name(path)}: {line.split('--')[0]}")
 
 

@@ -1,4 +1,4 @@
-"""The three examples of CONTRIBUTING.md work as they are printed, each on a copy of the package."""
+"""The three examples of CONTRIBUTING.md work as they are printed, each on a copy of the project."""
 
 import os
 import re
@@ -16,11 +16,25 @@ ROOT = Path(__file__).resolve().parents[3]
 SECTION = (ROOT / "CONTRIBUTING.md").read_text().split("## Three examples\n")[1].split("\n## ")[0]
 EXAMPLES = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", SECTION, re.MULTILINE | re.DOTALL))
 # A file that the text names, or a block of code, which is of the file that was named last.
+FILE = re.compile(r"(?:^# |`)(megatron/[\w/]+\.py)", re.MULTILINE)
 PART = re.compile(r"`(megatron/[\w/]+\.py)`:|```(python|diff)\n(.*?)```", re.DOTALL)
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-2 --mock-data --eval-iters 0 "
     "--tokenizer-type NullTokenizer --vocab-size 61 --log-interval 1"
+)
+LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+CONCERNED = (
+    *(
+        "tests/unit_tests/core/pipeline_parallel/plan",
+        "tests/unit_tests/tools",
+        "tests/unit_tests/docs/test_docs.py",
+    ),
+    *("tests/unit_tests/test_house_rules.py", "tests/unit_tests/core/distributed"),
+    *(
+        f"tests/unit_tests/training/test_{name}.py"
+        for name in ("schedule_table", "rules_pipeline", "flag_table")
+    ),
 )
 SAID = {"A schedule": '"eager-1f1b"', "A flag": "lm loss", "A sharding strategy": "hybrid over 2 ranks"}
 
@@ -57,15 +71,65 @@ def planned(words: list[str], root: Path) -> str:
     return done.stdout + done.stderr
 
 
+def recipe(target):
+    """The commands of a target of the Makefile, with this environment's programs."""
+    lines = (ROOT / "Makefile").read_text().split(f"\n{target}: ")[1].split("\n\n")[0].splitlines()[1:]
+    programs = {"python": [sys.executable], "lint-imports": [sys.executable, "-c", LINT_IMPORTS]}
+    for line in lines:
+        program, *words = line.strip().removeprefix("$(BIN)/").split()
+        yield [*programs.get(program, [sys.executable, "-m", program]), *words]
+
+
+def done(words, root):
+    """A command, run in the copy, which it finds before anything else."""
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, f"{shlex.join(words)}\n{ended.stdout}{ended.stderr}"
+
+
+def copied(name, root):
+    """The project with an example in it."""
+    words = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    for file in filter(os.path.isfile, (ROOT / path for path in listed.stdout.split("\n") if path)):
+        target = root / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    apply(EXAMPLES[name], root)
+
+
 @pytest.mark.parametrize("name", SAID)
-def test_the_example_runs(name, tmp_path):
-    for part in ("megatron", "tools", "pretrain_gpt.py"):
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-        copy(ROOT / part, tmp_path / part)
-    apply(EXAMPLES[name], tmp_path)
+def test_the_example_runs_and_passes_what_make_lint_checks(name, tmp_path):
+    copied(name, tmp_path)
     output = ""
     for line in re.search(r"```bash\n(.*?)```", EXAMPLES[name], re.DOTALL)[1].splitlines():
         program, *words = shlex.split(line.replace("$TINY", TINY))
+        if program == "make":
+            for command in recipe(words[0]):
+                done(command, tmp_path)
+            continue
         output = trained(words, tmp_path) if program == "torchrun" else planned(words, tmp_path)
     assert SAID[name] in output
     assert len(re.findall(r"lm loss: \d", output)) == 2
+    for command in recipe("lint"):
+        if "mypy" in command:  # what imports torch takes a minute
+            files = [
+                file
+                for file in FILE.findall(EXAMPLES[name])
+                if "import torch" not in (tmp_path / file).read_text()
+            ]
+            command += [*files, "--follow-imports=silent"]
+        if "ruff" in command or "--check" in command or name == "A schedule":  # which has a new file
+            done(command, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SAID)
+def test_the_example_passes_the_tests_concerned(name, tmp_path):
+    copied(name, tmp_path)
+    for command in recipe("docs"):
+        done(command, tmp_path)
+    done(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", *CONCERNED],
+        tmp_path,
+    )

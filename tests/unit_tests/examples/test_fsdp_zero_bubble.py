@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.model_parallel_config import asked_schedules
+from megatron.core.parallelism_config import asked_schedules
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.run.arguments import parse_config

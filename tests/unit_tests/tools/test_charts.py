@@ -38,8 +38,8 @@ def test_tick_examples():
     assert nice_ticks(1.1, 1.9, 5) == [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
     assert log_ticks(0.5, 200) == [0.1, 1, 10, 100, 1000]
     assert log_ticks(1, 1) == [1, 10]
-    texts = [tick_text(v) for v in (0, 0.002, 1.5e-5, 3, 1234.0, 12500, 3e6, 2.5e9, -0.25)]
-    assert texts == ["0", "0.002", "1.5e-5", "3", "1234", "12.5k", "3M", "2.5G", "-0.25"]
+    texts = [tick_text(v) for v in (0, 0.002, 0.000015, 3, 1234.0, 12500, 3e6, 2.5e9, -0.25)]
+    assert texts == ["0", "0.002", "0.000015", "3", "1,234", "12.5k", "3M", "2.5G", "-0.25"]
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=3000))

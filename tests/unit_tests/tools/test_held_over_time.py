@@ -52,5 +52,10 @@ def test_times_go_on_and_the_most_is_that_of_the_walk(name):
 
 
 def test_sizes():
-    assert [size_text(size) for size in (80.5e9, 2.5e7, 1500, 7)] == ["80.5 GB", "25 MB", "1.5 kB", "7 bytes"]
+    assert [size_text(size) for size in (80.5 * 2**30, 25 * 2**20, 1536, 7)] == [
+        "80.5 GiB",
+        "25 MiB",
+        "1.5 KiB",
+        "7 bytes",
+    ]
     assert size_text(2.5, "layers") == "2.5"

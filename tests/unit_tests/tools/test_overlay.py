@@ -5,17 +5,13 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, op_text, parse_row
-from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
+from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep, OpTimes
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from tools.schedules.overlay import (
-    mean_times,
-    measured_costs,
-    measured_simulation,
-)
+from tools.schedules.overlay import figures_of_ranks, measured_costs, measured_simulation, median_times
 from tools.schedules.picture import beside_svg
 from tools.schedules.text import overlay_figures, overlay_text
 from tools.schedules.trace import overlay_trace
@@ -36,6 +32,15 @@ def as_run(plan, costs, *, begin=100.0):
     return simulation, spans
 
 
+def figures_of(plan, spans):
+    ranks = tuple(range(len(plan.rows)))
+    return figures_of_ranks(MeasuredStep(1, ranks, plan, None, tuple(map(tuple, spans)), None))
+
+
+def medians_of(plan, spans):
+    return median_times(figures_of(plan, spans), plan.placement.num_stages)
+
+
 def lowered(name, request):
     plan = build_plan(name, request)
     return lower(plan, CostModel.of_ranks(plan.placement))
@@ -54,24 +59,29 @@ def test_a_run_that_keeps_to_its_plan_has_the_plans_figures(name, request_):
     plan = lowered(name, request_)
     costs = CostModel.of_ranks(plan.placement, time_f=[2.0], time_b=[1.5], time_w=[0.5])
     simulation, spans = as_run(plan, costs)
-    means = mean_times(plan, spans)
-    assert set(means) == {Kind.F, Kind.BW}
-    assert means[Kind.F] == pytest.approx(costs.f)
-    assert means[Kind.BW] == pytest.approx([2 / plan.placement.num_chunks] * plan.placement.num_stages)
-    planned = simulate(plan, measured_costs(plan, means))
+    medians = medians_of(plan, spans)
+    assert set(medians) == {Kind.F, Kind.BW}
+    assert medians[Kind.F] == pytest.approx(costs.f)
+    assert medians[Kind.BW] == pytest.approx([2 / plan.placement.num_chunks] * plan.placement.num_stages)
+    planned = simulate(plan, measured_costs(figures_of(plan, spans), plan))
     measured = measured_simulation(plan, spans, planned.costs)
     for one in (planned, measured):
         for figure in ("makespan", "cost", "bubble_time", "bubble_rate", "idle", "peak_activation"):
             assert getattr(one, figure) == pytest.approx(getattr(simulation, figure), abs=1e-9), figure
 
 
-def test_means_are_by_stage_and_kind():
+def test_medians_are_by_stage_and_kind():
     plan = Plan("split", Placement("linear", 1), 2, (parse_row("0F0 0B0 0F1 0W0 0BW1".split()),))
     spans = [[OpTimes(0, 1), OpTimes(1, 2, 0.5), OpTimes(2, 5), OpTimes(5, 6), OpTimes(6, 10)]]
-    means = mean_times(plan, spans)
-    assert means == {Kind.F: (2,), Kind.B: (0.5,), Kind.W: (1,), Kind.BW: (4,)}
-    costs = measured_costs(plan, means, 0.25)
-    assert (costs.f, costs.b, costs.w, costs.comm) == ((2,), (0.5,), (1,), 0.25)
+    medians = medians_of(plan, spans)
+    assert medians == {
+        Kind.F: (1,),  # the lower one of two
+        Kind.B: (0.5,),
+        Kind.W: (1,),
+        Kind.BW: (4,),
+    }
+    costs = measured_costs(figures_of(plan, spans), plan, 0.25)
+    assert (costs.f, costs.b, costs.w, costs.comm) == ((1,), (0.5,), (1,), 0.25)
 
 
 def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computation():
@@ -87,16 +97,16 @@ def test_parts_of_a_w_are_one_and_operations_of_data_parallelism_are_no_computat
         OpTimes(8, 9),
     ]
     spans = [times]
-    means = mean_times(plan, spans)
-    assert means == {Kind.F: (1.25,), Kind.B: (1,), Kind.W: (2,)}
-    simulation = measured_simulation(plan, spans, measured_costs(plan, means))
+    medians = medians_of(plan, spans)
+    assert medians == {Kind.F: (1.25,), Kind.B: (1,), Kind.W: (2,)}
+    simulation = measured_simulation(plan, spans, measured_costs(figures_of(plan, spans), plan))
     assert simulation.makespan == pytest.approx(6.75)
     assert simulation.bubble_time == pytest.approx(6.75 - 4.25)
 
 
 @pytest.fixture
 def both():
-    """Planned at the measured means; the run waited 2 s longer for its first backward."""
+    """Planned at the measured medians; the run waited 2 s longer for its first backward."""
     plan = lowered("1f1b", Request(2, 2))
     _, spans = as_run(plan, CostModel.of_ranks(plan.placement))
     late = {"1BW0", "1F1", "1BW1", "0BW0", "0BW1"}
@@ -111,9 +121,9 @@ def both():
         ]
         for row, here in zip(plan.rows, spans, strict=True)
     ]
-    means = mean_times(plan, spans)
-    planned = simulate(plan, measured_costs(plan, means))
-    return planned, measured_simulation(plan, spans, planned.costs), means, spans
+    medians = medians_of(plan, spans)
+    planned = simulate(plan, measured_costs(figures_of(plan, spans), plan))
+    return planned, measured_simulation(plan, spans, planned.costs), medians, spans
 
 
 def test_text_has_two_grids_to_one_scale(both):
@@ -159,5 +169,5 @@ def test_figures(both):
     assert figures["planned"]["bubble_rate"] == pytest.approx(3 / 9)
     assert figures["measured"]["bubble_rate"] == pytest.approx(5 / 11)
     assert figures["measured"]["idle"] == pytest.approx([5, 5])
-    assert figures["mean_time"] == {"F": pytest.approx([1, 1]), "BW": pytest.approx([2, 2])}
+    assert figures["median_time"] == {"F": pytest.approx([1, 1]), "BW": pytest.approx([2, 2])}
     json.dumps(figures, allow_nan=False)

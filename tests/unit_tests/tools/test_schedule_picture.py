@@ -69,4 +69,7 @@ def test_several_plans_are_on_one_axis_and_bubbles_are_named():
     assert "bubble" in numbers_of(root)
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert "1f1b: step time 33, bubble 27.3%, peak activation 4" in texts
-    assert "zbv: step time 24, bubble 0.0%, peak activation 4" in texts
+    assert (
+        "zbv: step time 25.5, bubble 5.9%; with optimizer post-validation step time 24, bubble 0.0%, peak activation 4"
+        in texts
+    )

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.text import from_json
 from tests.harness.scripts import run_script
+from tools.drawing.page import ZOOM
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_schedule.py"
 SMALL = ("--schedule", "1f1b", "--stages", 3, "--microbatches", 4)
@@ -145,7 +146,7 @@ def test_the_same_words_give_the_same_plan():
         ((*SMALL, "--time-comm", "inf"), "--time-comm: inf: must be finite and at least 0"),
         ((*SMALL, "--memory-limit", "nan"), "--memory-limit: nan: must be finite and at least 0"),
         ((*SMALL, "--memory-limit", -1), "--memory-limit: -1: must be finite and at least 0"),
-        ((*SMALL, "--time-f", 1.7e308, "--format", "json"), "makespan inf is outside"),
+        ((*SMALL, "--time-f", 1.7e308, "--format", "json"), "must be 0, or from 1e-150 to 1e+150"),
         ((*SMALL, "--time-f", 1e307, "--format", "trace"), "in another unit"),
         ((*SMALL, "--time-w", "1,x"), "--time-w: invalid"),
         ((*SMALL, "--format", "png"), "invalid choice"),
@@ -229,7 +230,7 @@ def test_one_page_and_pictures_on_one_axis(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"wrote {page}" in done.stderr
     text = page.read_text()
-    assert "<script" not in text
+    assert "<script" not in text.replace(ZOOM, "")
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "chosen" in text
     names = {path.stem for path in folder.iterdir()}

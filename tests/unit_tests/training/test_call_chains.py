@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import megatron
-from megatron.core.transformer.transformer_block import TransformerLayer
+from megatron.core.transformer.decoder import TransformerLayer
 from megatron.training.guard.nan_policy import NanPolicy
 from megatron.training.run.data import StepBatches
 from megatron.training.run.step import StepRunner
@@ -32,7 +32,7 @@ LAYOUTS = {
 }
 STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
-LAYER = "core/transformer/transformer_block.py"
+LAYER = "core/transformer/decoder.py"
 LINEAR, SINK = "core/tensor_parallel/parallel_layers.py", "core/weight_grad.py"
 REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 

@@ -67,7 +67,7 @@ def test_every_name_in_the_rules_is_a_setting_or_a_function():
 
 
 def test_every_name_in_what_is_derived_is_a_setting_or_a_function():
-    known = {*FIELDS, *resolve.FUNCTIONS, *dir(resolve.Settings), "has_gpu", "rank_memory_bytes"}
+    known = {*FIELDS, *resolve.FUNCTIONS, *dir(resolve.Settings), "has_gpu", "memory_bytes", "ranks_here"}
     for row in rows("derived.csv"):
         assert row["only"] in ("", "unset", "not given", "no effect", "dropped")
         assert set(row["name"].split()) <= FIELDS.keys()

@@ -17,12 +17,12 @@ def _clean():
 
 
 def test_args_are_megatrons_namespace():
-    global_vars.set_global_variables({"hidden_size": 64, "my_flag": "x"}, rank=1, world_size=2)
+    global_vars.publish({"hidden_size": 64, "my_flag": "x"}, rank=1, world_size=2)
     args = global_vars.get_args()
     assert (args.hidden_size, args.my_flag, args.rank, args.world_size) == (64, "x", 1, 2)
     assert "hidden_size" in vars(args)
     with pytest.raises(AssertionError, match="already set"):
-        global_vars.set_global_variables({}, rank=0, world_size=1)
+        global_vars.publish({}, rank=0, world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,9 @@ def test_args_are_megatrons_namespace():
     ],
 )
 def test_too_early_is_explained(name):
-    with pytest.raises(global_vars.NotInitializedError, match=r"before pretrain\(\)"):
+    with pytest.raises(
+        global_vars.NotInitializedError, match=r"before initialize_megatron\(\) or pretrain\(\)"
+    ):
         getattr(global_vars, f"get_{name}")()
 
 
@@ -55,7 +57,7 @@ def test_parts_as_they_come():
 
 @pytest.mark.parametrize(("rank", "shown"), [(0, "first\n"), (1, ""), (2, "last\n")])
 def test_printing_ranks(rank, shown, capsys):
-    global_vars.set_global_variables({}, rank=rank, world_size=3)
+    global_vars.publish({}, rank=rank, world_size=3)
     global_vars.print_rank_0("first")
     global_vars.print_rank_last("last")
     assert capsys.readouterr().out == shown

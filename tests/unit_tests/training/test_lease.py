@@ -1,5 +1,6 @@
 """One holder at a time: the judgement (pure), taking, losing and giving back, also when several want it at once."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -14,18 +15,15 @@ from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.training.guard import lease as lease_module
-from megatron.training.guard.lease import (
-    LOCK_FILE,
+from megatron.training.guard.lease import Lease, LeaseError, take
+from megatron.training.guard.lease_holder import (
     STALE_S,
     UNREADABLE,
     Holder,
-    Lease,
-    LeaseError,
     LeaseState,
     judge,
     look,
     process_start,
-    take,
     this_machine,
 )
 
@@ -50,7 +48,7 @@ def put(folder, age_s=0.0, **fields):
 
 
 def files(folder):
-    return [name for name in os.listdir(folder) if name != LOCK_FILE]
+    return os.listdir(folder)
 
 
 # --- the judgement
@@ -65,7 +63,8 @@ def files(folder):
         (HOLDER, 61.0, HERE, True, LeaseState.STALE),  # stopped
         (HOLDER, 59.0, ELSEWHERE, False, LeaseState.HELD),  # a pid of another machine says nothing here
         (HOLDER, 61.0, ELSEWHERE, True, LeaseState.STALE),
-        (HOLDER, -3600.0, ELSEWHERE, True, LeaseState.STALE),  # the file system's clock was set back
+        (HOLDER, -3600.0, ELSEWHERE, True, LeaseState.HELD),  # the file system's clock was set back
+        (HOLDER, -3600.0, HERE, False, LeaseState.STALE),
         (UNREADABLE, 5.0, "", False, LeaseState.HELD),
         (UNREADABLE, 61.0, "", False, LeaseState.STALE),
     ],
@@ -79,7 +78,7 @@ def test_a_lease_with_a_recent_heartbeat_is_never_taken_unless_its_process_is_kn
     age_s, here, alive
 ):
     verdict = judge(HOLDER, age_s, machine=here, is_alive=alive)
-    assert (verdict is LeaseState.STALE) == (abs(age_s) > STALE_S or (here == HERE and not alive))
+    assert (verdict is LeaseState.STALE) == (age_s > STALE_S or (here == HERE and not alive))
 
 
 def test_records_survive_their_text_and_anything_else_is_unreadable():
@@ -161,7 +160,7 @@ def test_a_former_attempt_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
         if len(waits) == 2:
             os.unlink(tmp_path / LEASE_FILE)  # it has ended
 
-    monkeypatch.setattr(lease_module.time, "sleep", two_waits)
+    monkeypatch.setattr(lease_module.waiting, "pause", two_waits)
     take(tmp_path, Holder.this_process("job1", 1), say=said.append)
     assert len(waits) == 2
     assert len(said) == 1, "once, however long it takes"
@@ -194,9 +193,9 @@ def test_of_many_that_want_a_stale_lease_one_gets_it(tmp_path):
         os.unlink(tmp_path / LEASE_FILE)
 
 
-def test_a_file_system_without_locks_is_enough(tmp_path, monkeypatch):
+def test_no_lock_is_needed(tmp_path, monkeypatch):
     def no_locks(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise AssertionError("a lock")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     put(tmp_path, 75.0, machine=ELSEWHERE)
@@ -207,10 +206,35 @@ def test_a_file_system_without_locks_is_enough(tmp_path, monkeypatch):
     assert look(tmp_path).holder == me
 
 
-def test_a_lease_that_came_between_look_and_rename_is_put_back(tmp_path):
-    stale = put(tmp_path, 75.0, machine=ELSEWHERE)
+def test_a_file_system_without_hard_links_is_enough(tmp_path, monkeypatch):
+    def no_links(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    for _ in range(3):
+        won, start = [], threading.Barrier(4)
+
+        def want(won=won, start=start):
+            me = Holder.this_process()
+            start.wait()
+            with contextlib.suppress(LeaseError):
+                take(tmp_path, me, say=str)
+                won.append(me)
+
+        threads = [threading.Thread(target=want) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [look(tmp_path)[1]] == won
+        os.unlink(tmp_path / LEASE_FILE)
+
+
+def test_a_lease_that_came_between_look_and_rename_stays(tmp_path):
+    put(tmp_path, 75.0, machine=ELSEWHERE)
+    stale = look(tmp_path)
     fresh = put(tmp_path)
-    assert not lease_module._remove(tmp_path, stale)
+    assert not lease_module._take_over(tmp_path, stale, Holder.this_process())
     assert look(tmp_path)[:2] == (LeaseState.HELD, fresh)
     assert files(tmp_path) == [LEASE_FILE]
 
@@ -219,8 +243,77 @@ def test_a_holder_that_woke_up_before_its_lease_was_taken_keeps_it(tmp_path):
     put(tmp_path, 75.0, machine=ELSEWHERE)
     found = look(tmp_path)
     os.utime(tmp_path / LEASE_FILE)
-    assert not lease_module._remove(tmp_path, found.holder, found.beat_s)
+    assert not lease_module._take_over(tmp_path, found, Holder.this_process())
     assert look(tmp_path)[:2] == (LeaseState.HELD, found.holder)
+    assert files(tmp_path) == [LEASE_FILE]
+
+
+def claimed(folder, holder, **fields):
+    """A claim of another process on this holder's lease; the process."""
+    maker = dataclasses.replace(Holder.this_process(), **fields)
+    lease_module._claim_path(folder, holder).write_text(maker.to_json())
+    return maker
+
+
+def test_a_claim_of_a_process_that_died_is_claimed_itself(tmp_path):
+    """Twice over, and litter of others goes with it."""
+    stale = put(tmp_path, 75.0, machine=ELSEWHERE)
+    first = claimed(tmp_path, stale, process_start="1")
+    claimed(tmp_path, first, pid=dead_pid())
+    claimed(tmp_path, HOLDER, pid=dead_pid())
+    me, lines = Holder.this_process(), []
+    take(tmp_path, me, lines.append)
+    assert look(tmp_path).holder == me
+    assert len(lines) == 1
+    assert files(tmp_path) == [LEASE_FILE]
+
+
+def test_of_a_stale_lease_that_another_process_takes_over_nothing_is_touched(tmp_path):
+    stale = put(tmp_path, 75.0, machine=ELSEWHERE)
+    claimed(tmp_path, stale)
+    before = sorted(files(tmp_path))
+    assert not lease_module._take_over(tmp_path, look(tmp_path), Holder.this_process())
+    assert look(tmp_path).holder == stale
+    assert sorted(files(tmp_path)) == before
+
+
+def test_who_was_stopped_before_its_rename_withdraws(tmp_path, monkeypatch):
+    """Its claim was claimed meanwhile, and another run has the folder."""
+    put(tmp_path, 75.0, machine=ELSEWHERE)
+    found, slow, other = look(tmp_path), Holder.this_process(), Holder.this_process()
+    publish = lease_module.publish_text
+
+    def late(path, text, **options):
+        if path.name == LEASE_FILE and text == slow.to_json() and not options:
+            (claim,) = lease_module._claim(tmp_path, found.holder, slow)
+            os.utime(claim, (1.0, 1.0))
+            assert lease_module._take_over(tmp_path, found, other)
+        publish(path, text, **options)
+
+    monkeypatch.setattr(lease_module, "publish_text", late)
+    assert not lease_module._take_over(tmp_path, found, slow)
+    assert files(tmp_path) == []
+    lease = Lease(tmp_path, other, pytest.fail)
+    lease.check()  # makes it again
+    assert look(tmp_path).holder == other
+    lease.release()
+    assert files(tmp_path) == []
+
+
+def test_a_holder_whose_lease_is_being_taken_over_does_not_give_it_back(tmp_path):
+    lease, me = held(tmp_path)
+    claimed(tmp_path, me)
+    lease.release()
+    assert look(tmp_path).holder == me, "left to who has the claim"
+
+
+def test_claims_that_name_each_other_are_an_error(tmp_path):
+    stale = put(tmp_path, 75.0, machine=ELSEWHERE)
+    first = claimed(tmp_path, stale, process_start="1")
+    lease_module._claim_path(tmp_path, first).write_text(stale.to_json())
+    os.utime(lease_module._claim_path(tmp_path, first), (1.0, 1.0))
+    with pytest.raises(LeaseError, match="name each other"):
+        take(tmp_path, Holder.this_process(), say=str)
 
 
 def test_a_planted_link_is_neither_read_nor_written(tmp_path):

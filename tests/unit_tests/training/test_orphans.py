@@ -47,6 +47,34 @@ def test_a_parent_that_changes_ends_the_rank_at_once_and_once(monkeypatch):
     assert len(end.errors) == 1
 
 
+def test_a_run_that_saves_may_leave_by_itself_unless_it_stands_still_or_takes_too_long(monkeypatch):
+    """[Note: a launcher that leaves]"""
+    former, still = os.getppid() + 1, threading.Event()
+    for leaves, hangs, leave_s in ((True, False, 600), (False, True, 600), (False, False, 0.05)):
+        monkeypatch.setattr(watchdog, "LEAVE_S", leave_s)
+        still.clear()
+        end, asked = End(), threading.Event()
+
+        def ask(why, asked=asked):
+            assert why == f"the loss of its launcher (pid {former})"
+            asked.set()
+            return True
+
+        guard = OrphanGuard(
+            former, no_trouble, str, end, ask, lambda: watchdog.STILL_S + 1.0 if still.is_set() else 0.0
+        )
+        assert asked.wait(20)
+        if leaves:
+            guard.close()
+            time.sleep(0.1)
+            assert not end.errors
+        elif hangs:
+            still.set()
+            assert end.wait()
+        else:
+            assert end.wait()
+
+
 def test_without_a_launcher_that_stays_and_with_a_store_that_answers_nothing_happens():
     end = End()
     guards = [OrphanGuard(parent, no_trouble, str, end) for parent in (None, os.getppid())]

@@ -93,7 +93,7 @@ def test_a_device_limits_zero_bubble_by_what_is_left():
         "--enable-zero-bubble --zero-bubble-adaptive-memory-limit-percentile 50", FakeGpu("cpu")
     )
     assert spec.limits == (40.0 * 2**20, 35.0 * 2**20)
-    assert "by pipeline rank: 40.0, 35.0 MiB" in told
+    assert "by pipeline rank: 40 MiB, 35 MiB" in told
     for flags in (
         "",
         "--enable-zero-bubble --zero-bubble-max-pending-backward 1",

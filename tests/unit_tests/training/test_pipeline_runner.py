@@ -70,7 +70,7 @@ def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
         "TrainingLoop": SimpleNamespace(run=loop_run),
     }.items():
         monkeypatch.setattr(training, name, lambda *_args, value=value: value)
-    for name in ("set_global_variables", "provide"):
+    for name in ("publish", "provide"):
         monkeypatch.setattr(training.global_vars, name, lambda *_args, **_kwargs: None)
     run = object.__new__(training._Run)
     run.env, run.config, run.signals, run.folder = SimpleNamespace(rank=1), None, None, None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
@@ -39,7 +39,7 @@ class World:
         config = parse_config([*words, "--padded-vocab-size", "128", *flags.split()], env=env)
         self.spec = config.schedule_spec
         self.costs = CostModel.of_ranks(self.spec.placement, time_w=(0.3,), time_f=(1.0, 3.0, 1.0), comm=0.2)
-        self.steps, self.window = [], None
+        self.steps, self.ran, self.window = [], {}, None
         self.said, self.hashes, self.lost = [], [], False
         ps = SimpleNamespace(
             pp_rank=RANKS - 1, is_last_rank=True, pp_group=SimpleNamespace(ranks=range(RANKS))
@@ -72,8 +72,11 @@ class World:
         assert residencies == {}
 
     # the profiler
-    def link_ns(self):
-        return 0  # figures have that of the costs
+    def measure_link(self):
+        pass  # figures have that of the costs
+
+    def plan_of_step(self, iteration):
+        return self.ran.get(iteration)
 
     def figures_of_step(self, iteration):
         return self.figures(iteration)[-1] if iteration in self.steps else None
@@ -84,7 +87,7 @@ class World:
             one["steps"] = [[iteration or self.steps[-1], *one["steps"][-1][1:]]]
         return made
 
-    def local_figures(self, until, link_ns):
+    def local_figures(self, until):
         return self.figures()[-1]
 
     def forget(self, until=10**9):
@@ -116,6 +119,7 @@ class World:
             or not iteration % self.session.config.logging.log_interval
         ):
             self.steps.append(iteration)
+            self.ran[iteration] = self.plan
 
     def step(self, iteration, ahead=False):
         """ahead: the one behind it has run by then, as with post-validation; this one then had."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.training.guard.exit_status import ExitStatus, status_of

@@ -63,8 +63,7 @@ BAD = [
     (2, f"{PP} 2 --num-layers 4 {VPP} 2 --global-batch-size 9 --rampup-batch-size 3 2 100 "
      "--decrease-batch-size-if-needed", "interleaving-microbatches"),
     # not built
-    (2, f"{PP} 2 --defer-embedding-wgrad-compute", "not-supported"),
-    (2, f"{TP} 2 --tp-comm-overlap", "not-supported"),
+    (2, f"{PP} 2 --enable-vocab-parallel", "not-supported"),
     (2, f"{TP} 2 --distribute-saved-activations", "not-supported"),
     (2, f"{PP} 2 --standalone-embedding-stage", "not-supported"),
     # threads

@@ -120,8 +120,7 @@ BAD = [
      f"{HASH} 0: must be at least 1", "give 1 or more"),
     (f"{FSDP} --megatron-fsdp-version 2", "not-supported",
      "--megatron-fsdp-version 2 is not supported", "leave it out, or give 1"),
-    (f"{FSDP} --use-nccl-ub", "not-supported", "--use-nccl-ub is not supported", "docs/roadmap.md, 'user buffers'"),
-    (f"{FSDP} --keep-fp8-transpose-cache", "not-supported", "--keep-fp8-transpose-cache is not supported", "'fp8'"),
+    (f"{FSDP} --fp8-e4m3", "not-supported", "--fp8-e4m3 is not supported", "docs/roadmap.md, 'fp8'"),
     ("--use-torch-fsdp2", "not-supported", "--use-torch-fsdp2 is not supported", "use --use-custom-fsdp"),
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard import exit_status
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, write_exit_json
-from megatron.training.guard.lease import LOCK_FILE, LeaseError
+from megatron.training.guard.lease import LeaseError
 from megatron.training.guard.run_folder import OutputPathError, RunFolder, fresh_folder, is_held
 
 ENV = LaunchEnv()
@@ -68,7 +68,7 @@ def test_the_first_to_claim_clears_the_former_record_and_the_second_touches_noth
     first.release()
     assert second.for_exit_record(ExitStatus.CHECKPOINT) is None, "not even once the holder has ended"
     assert exit_status.read_exit_json(save).reason == "mine"
-    assert sorted(os.listdir(save)) == [LOCK_FILE, "exit.json"]
+    assert sorted(os.listdir(save)) == ["exit.json"]
 
 
 def test_other_ranks_of_the_run_leave_their_records_in_the_folder_that_it_holds(tmp_path):

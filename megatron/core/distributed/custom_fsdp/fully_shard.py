@@ -1,9 +1,9 @@
 """Sharding without the trainer: `fully_shard(module)` for any `nn.Module`, any torch optimizer.
 
 The model stays what it is: its class is a subclass of the one it had, attributes and methods are where they were.
-`model.parameters()` are this rank's shards under the names of the parameters: 1-D, one a parameter (empty where the
-rank has no part of it, so that every rank builds the same optimizer), fp32 for 16-bit models. Inside a forward they are
-what they were, whole while they are in use.
+`model.parameters()` are sharded parameters under the names of the parameters (`ShardedTensor`, which answers as the
+whole one and holds this rank's part; plain ones where every rank has all of them), fp32 for 16-bit models. Inside a
+forward they are what they were, whole while they are in use.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasting_ranks, refuse_optimizers
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding import is_contradicted
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import STRATEGIES, ShardOver, goes_with_outer, grads_are_sharded
-from megatron.core.squared_sums import squared_sums
-from megatron.core.transport import collectives
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule
@@ -54,6 +52,7 @@ def fully_shard(
     is sharded already, where an optimizer has its parameters, where calls inside differ, or where the config sets what
     has no effect (`resolve_standalone`); MeshError and ReshardPlanError as the engine.
     """
+    _keep_out_of_graphs()
     inner = InnerCalls(module)
     refuse_optimizers(module)
     ps = inner.first.ps if mesh is None and inner.first else lasting_ranks(mesh)
@@ -153,20 +152,9 @@ class FullyShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most max_norm; the norm before.
 
-        Communicates over dp.
+        As `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. Communicates over dp.
         """
-        driver, engine = driver_of(self), driver_of(self).engine
-        grads = [shard.grad for shard in driver.shards.current() if shard.grad is not None]
-        total = squared_sums(grads).sum()
-        if engine.sharding.optimizer is not ShardOver.NONE:
-            collectives.all_reduce(total, engine.ps.dp_reduce_group)
-            if engine.sharding.optimizer is ShardOver.FULL:
-                collectives.all_reduce(total, engine.ps.dp_outer_group)
-        norm = float(total.sqrt())  # sync: the host decides on the factor
-        if max_norm < norm:
-            for grad in grads:
-                grad.mul_(max_norm / (norm + 1e-6))
-        return norm
+        return float(nn.utils.clip_grad_norm_(driver_of(self).shards.current(), max_norm))
 
     def full_state_dict(self) -> dict[str, Any]:
         """What the plain module's `state_dict()` would be, on every rank, on the host: whole weights under all of their
@@ -188,7 +176,9 @@ class FullyShardedModule(nn.Module):
         ModelError where names or shapes differ, or where two names of one weight have different values."""
         driver = driver_of(self)
         _check_whole(self, driver.engine, state)
-        self.load_state_dict(state, strict=False)
+        first = _first_names(self)
+        parts = {name: driver.shards.cut(first[name], state[name]) for name in first.keys() & state.keys()}
+        self.load_state_dict({**state, **parts}, strict=False)
         driver.write_back()
 
 
@@ -240,6 +230,15 @@ def resolve_standalone(
     )
 
 
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """What autograd calls of ours inside a compiled step stays eager; of forwards hooks see to it."""
+    from torch._dynamo import trace_rules  # takes a while, as with any of torch's optimizers
+
+    for package in ("distributed", "transport", "memory_tracker"):
+        trace_rules.add(f"megatron.core.{package}")
+
+
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> its first."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -286,32 +285,11 @@ def _registered(name: str, module: nn.Module) -> Any:
     return nn.Module.__getattr__(module, name)
 
 
-def sharded_grad_scaler(model: FullyShardedModule, **kwargs: Any) -> ShardedGradScaler:
-    """A `torch.amp.GradScaler` for optimizers of `model.parameters()`. kwargs: of GradScaler; `device` is the model's
-    if not given."""
-    ps = driver_of(model).engine.ps
-    return ShardedGradScaler(model, **{"device": ps.device.torch_device.type, **kwargs})
+def sharded_grad_scaler(model: FullyShardedModule, **kwargs: Any) -> torch.amp.GradScaler:
+    """`torch.amp.GradScaler` for the model's device: all ranks skip a step, and change the scale, where the gradients
+    of one of them are not finite. kwargs: of GradScaler, `device` too.
 
-
-class ShardedGradScaler(torch.amp.GradScaler):
-    """All ranks skip a step, and change the scale, where the gradients of one of them are not finite.
-
-    Every rank calls `unscale_` or `step` alike. Communicates there, over dp and tp: one number.
+    `unscale_` and `step` communicate over the ranks that share the gradients: one number.
     """
-
-    def __init__(self, model: FullyShardedModule, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        ps = driver_of(model).engine.ps
-        self._groups = ps.dp_reduce_group, ps.dp_outer_group, ps.tp_group
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """All of GradScaler's looks at gradients come through here: `unscale_`, and `step` of optimizers that unscale
-        by themselves."""
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = found or {found_inf.device: found_inf}  # a rank without gradients is told too
-        for flag in found.values():
-            for group in self._groups:
-                collectives.all_reduce(flag, group, "max")
-        return found
+    device = driver_of(model).engine.ps.device.torch_device.type
+    return torch.amp.GradScaler(**{"device": device, **kwargs})

@@ -65,16 +65,18 @@ class UnitHooks:
         self._in_chunk = False  # a chunk's forward is under way
         self._reads = ParameterReads(units, self._read)
         self._read_units: dict[int, Unit] = {}  # what the forward under way has read of those
-        self.handles = [chunk.register_forward_pre_hook(self._begin_forward) for chunk in chunks]
+        eager = torch.compiler.disable  # graphs of compiled modules end before them
+        enter, leave = eager(self._enter), eager(self._leave)
+        self.handles = [chunk.register_forward_pre_hook(eager(self._begin_forward)) for chunk in chunks]
         for module, unit in ((module, one) for one in units for module in one.modules):
             self.handles += [
-                module.register_forward_pre_hook(functools.partial(self._enter, unit), with_kwargs=True),
-                module.register_forward_hook(functools.partial(self._leave, unit), with_kwargs=True),
+                module.register_forward_pre_hook(functools.partial(enter, unit), with_kwargs=True),
+                module.register_forward_hook(functools.partial(leave, unit), with_kwargs=True),
             ]
         for chunk in chunks:
             self.handles += [
-                chunk.register_forward_hook(self._end_forward),
-                chunk.register_forward_hook(self._forward_over, always_call=True),
+                chunk.register_forward_hook(eager(self._end_forward)),
+                chunk.register_forward_hook(eager(self._forward_over), always_call=True),
             ]
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -205,6 +207,10 @@ class OwnParameters(dict[str, "nn.Parameter | None"]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self.plain(),)
 
+    def unread(self) -> dict[str, nn.Parameter | None]:
+        """What takes its place once nobody listens to reads."""
+        return self.plain()
+
     def plain(self) -> dict[str, nn.Parameter | None]:
         """The module's own ones."""
         return dict(dict.items(self))
@@ -227,6 +233,4 @@ class ParameterReads:
         for owner in self._owners.pop(id(module), ()):
             own = owner._parameters
             assert isinstance(own, OwnParameters), f"{type(owner).__name__}: {type(own).__name__}"
-            own.on_read = None
-            if type(own) is OwnParameters:  # it has nothing else to tell
-                owner.__dict__["_parameters"] = own.plain()
+            owner.__dict__["_parameters"] = own.unread()

@@ -18,11 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import (
+from megatron.core.distributed.custom_fsdp.shard_parameters import (
+    BUILD_IT_AFTERWARDS,
+    ShownShards,
+    shared_with_others,
+)
+from megatron.core.distributed.custom_fsdp.sharded_engine import (
     FullyShardedDataParallel,
     ranks_of,
 )
-from megatron.core.distributed.custom_fsdp.shard_parameters import BUILD_IT_AFTERWARDS, ShownShards
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, ModelError
@@ -55,6 +59,11 @@ class InnerCalls:
                     f"{name}: a module around it is sharded already, and its parameters with it; call fully_shard from "
                     "the inside out: each layer, then the model"
                 )
+        if shared := shared_with_others(module.named_parameters(), known):
+            raise ModelError(
+                f"{name}: {shared!r} is shared with a module that was given to fully_shard before, which has cut it: "
+                "leave out the calls for modules that share weights; the call around both makes them one unit"
+            )
         if self.drivers and isinstance(module, MegatronModule):
             raise ModelError(
                 f"{name} after fully_shard of modules inside it: it says its units itself (units()); leave the calls "

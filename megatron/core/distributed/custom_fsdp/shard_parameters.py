@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from megatron.core.dist_checkpointing import state_pieces
-from megatron.core.dist_checkpointing.state_pieces import FlatSpan, StatePiece
+from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan
 from megatron.core.distributed.custom_fsdp.hooks import OwnParameters, in_backward
+from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
+from megatron.core.transport.parallel_state import Group
 
 BUILD_IT_AFTERWARDS = (
     "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"
@@ -36,11 +36,12 @@ UNCOPIED = (
 
 class ShownShards(OwnParameters):
     """Shows others the shards in the place of a module's own parameters, one as an attribute, all that are walked
-    over; in forwards and backwards of the module its own. `plain` are always its own."""
+    over; in forwards and backwards of the module its own. `own` are always its own."""
 
     def __init__(self, own: Mapping[str, nn.Parameter | None], shards: ShardParameters) -> None:
         super().__init__(dict.items(own) if isinstance(own, OwnParameters) else own)
         self.on_read, self.shards = getattr(own, "on_read", None), shards
+        self.own = self.plain()
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter, shards = super().__getitem__(name), self.shards
@@ -62,7 +63,7 @@ class ShownShards(OwnParameters):
                 f"parameter {name!r} is registered, tied or removed after fully_shard, which has cut what there was: "
                 "do it before"
             )
-        self.shards.registered[first] = value
+        self.shards.register(first, value)
 
     def __delitem__(self, name: str) -> None:
         self[name] = None
@@ -70,34 +71,39 @@ class ShownShards(OwnParameters):
     def __reduce__(self) -> tuple[Any, ...]:
         raise ModelError(UNCOPIED)
 
-    def pieces(self) -> Iterator[tuple[str, Tensor, FlatSpan]]:
-        """The module's names, their shards and what they are of."""
-        for name, first in self._names().items():
-            if first is not None:
-                yield name, self.shards.registered[first].detach(), self.shards.places[first]
+    def unread(self) -> dict[str, nn.Parameter | None]:
+        self.on_read = None
+        return self.in_use()
+
+    def in_use(self) -> dict[str, nn.Parameter | None]:
+        """What the module has now: a plain dict in its forwards where nobody listens, which compilers look into."""
+        return self.own if self.shards.in_forward and self.on_read is None else self
 
     def _names(self) -> dict[str, str | None]:
         """The module's names -> the parameter's first name."""
-        return {name: p if p is None else self.shards.first[id(p)] for name, p in self.plain().items()}
+        return {name: p if p is None else self.shards.first[id(p)] for name, p in self.own.items()}
 
     def _listed(self) -> dict[str, nn.Parameter | None]:
         if self.shards.in_forward or in_backward():
-            return self.plain()
+            return self.own
         return {
             name: self.shards.registered[first] if first else None for name, first in self._names().items()
         }
 
 
 class ShardParameters:
-    """The shards that this rank holds: those that it trains, and frozen ones.
+    """The shards that this rank holds: those that it trains, and frozen ones. Where every rank has all of them they are
+    plain parameters, else `ShardedTensor`s.
 
-    names: of those that are trained. registered: the parameters that are registered now: code that loads may put others
-    there. places: what each is of. module: shows the shards as its parameters; none by default. first: id of a
-    parameter of its own -> its first name. in_forward: the module shows its own parameters, as it does in a backward;
-    readable: as attributes. may_have_changed: an optimizer has stepped, or a backward has ended.
+    tensor_parallel: the ranks that hold other rectangles. names: of those that are trained. registered: the parameters
+    that are registered now: code that loads may put others there. module: shows the shards as its parameters; none by
+    default. first: id of a parameter of its own -> its first name. in_forward: the module shows its own parameters, as
+    it does in a backward; readable: as attributes. may_have_changed: an optimizer has stepped, or a backward has ended.
     """
 
-    def __init__(self, buffer: FlatBuffer, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, buffer: FlatBuffer, module: nn.Module | None = None, tensor_parallel: Group | None = None
+    ) -> None:
         self.names, sharding = buffer.names, buffer.sharding
         self.in_forward = self.may_have_changed = False
         self._whole = self.readable = sharding.weights is ShardOver.NONE
@@ -105,52 +111,69 @@ class ShardParameters:
         self._parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
         # Made before the first step begins, so that these views do not keep gradients at rest from being released.
         self.grads = [buffer.main_grad_part(name) for name in self.names]
-        # `.data` has a version of its own: what the engine writes to the same memory is no change.
-        self.registered = {
-            name: nn.Parameter(part.data, requires_grad=name in self.names)
-            for name, part in self._parts.items()
-        }
         cut_of = dict.fromkeys(buffer.frozen, sharding.weights) | dict.fromkeys(
             buffer.names, sharding.optimizer
         )
-        self.places = {
-            name: FlatSpan(buffer.param_meta[name], *buffer.part(name, cut_of[name])) for name in self._parts
+        self._places = {name: _place(buffer, name, cut_of[name], tensor_parallel) for name in self._parts}
+        # `.data` has a version of its own: what the engine writes to the same memory is no change.
+        self.registered = {
+            name: nn.Parameter(self.shown(name, part.data), requires_grad=name in self.names)
+            for name, part in self._parts.items()
         }
         self._storages = {name: _storage(part) for name, part in self._parts.items()}
         self._versions = self._current_versions()
         self.first: dict[int, str] = {}
-        self._owners: list[nn.Module] = []
-        self._handles: list[RemovableHandle] = []
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._shown: list[tuple[nn.Module, ShownShards]] = []
         if module is not None:
             self._take_places(module)
         _LIVE.add(self)
         _watch_optimizers()
 
-    def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Those that are trained, and their gradients."""
-        return iter(zip(self.current(), self.grads, strict=True))
+    def __iter__(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Those that are trained: names, parameters, and their gradients, 1-D."""
+        return iter(zip(self.names, self.current(), self.grads, strict=True))
 
     def current(self) -> list[nn.Parameter]:
         """Those that are trained, as they are registered now."""
         return [self.registered[name] for name in self.names]
+
+    def shown(self, name: str, part: Tensor) -> Tensor:
+        """What others see of a part, 1-D, of a parameter or its gradient."""
+        place = self._places[name]
+        return part.view(place.meta.local_shape) if place.all_have_all else ShardedTensor(part, place)
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """What others would see of a value in the module's own shape."""
+        place = self._places[name]
+        return self.shown(name, whole.reshape(-1)[place.start : place.end])
+
+    def register(self, name: str, value: nn.Parameter) -> None:
+        """Of a whole parameter in the place of a sharded one, this rank's part."""
+        now = self.registered[name]
+        if isinstance(now, ShardedTensor) and tuple(value.shape) == tuple(now.shape):
+            part = now.part_of(value.detach()).to(now.dtype)
+            value = nn.Parameter(now.again(part.clone()), requires_grad=value.requires_grad)
+        self.registered[name] = value
 
     def take_changes(self) -> bool:
         """Whether the shards are to be taken for changed; values with memory of their own are copied to where the
         engine reads them. See [Note: who may have changed them]. Raises ModelError where a shape or type changed."""
         changed = self.may_have_changed
         for name, shard in self.registered.items():
-            if _storage(shard) == self._storages[name]:
+            part, own = self._parts[name], local_part(shard)
+            if _storage(own) == self._storages[name]:
                 continue
-            part = self._parts[name]
-            found, expected = (f"{tuple(one.shape)} of {one.dtype}" for one in (shard, part))
-            if found != expected:
+            if (own.shape, own.dtype) != (part.shape, part.dtype):
                 raise ModelError(
-                    f"the shard of {name!r} has shape {found} now, its part of the parameter {expected}: write values "
-                    "of this rank's part, or whole ones with load_full_state_dict()"
+                    f"the parameter {name!r} has shape {tuple(shard.shape)} of {shard.dtype} now, and had "
+                    f"{self._places[name].meta.global_shape} of {part.dtype}: write values of that shape, or load "
+                    "them with load_full_state_dict()"
                 )
-            part.copy_(shard.detach())
-            shard.data = part
+            part.copy_(own.detach())
+            if isinstance(shard, ShardedTensor):
+                shard.local = part.data
+            else:
+                shard.data = self.shown(name, part)
             changed = True
         before, self._versions, self.may_have_changed = self._versions, self._current_versions(), False
         return changed or before != self._versions
@@ -159,22 +182,25 @@ class ShardParameters:
         """Whether attributes give whole weights, which are gathered, outside of a forward too."""
         self.readable = whole or self._whole
 
+    def set_in_forward(self, in_forward: bool) -> None:
+        """A forward begins or ends."""
+        if in_forward is not self.in_forward:
+            self.in_forward = in_forward
+            for owner, shown in self._shown:
+                owner.__dict__["_parameters"] = shown.in_use()
+
     def release(self) -> None:
         """Give the module its own parameters back."""
-        for owner in self._owners:
-            owner.__dict__["_parameters"] = owner.__dict__["_parameters"].plain()
-        for handle in self._handles:
-            handle.remove()
+        for owner, shown in self._shown:
+            owner.__dict__["_parameters"] = shown.own
         _LIVE.discard(self)
 
     def _take_places(self, module: nn.Module) -> None:
         self.first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._own = list(module.parameters())  # so that no other gets one of these ids
-        self._owners = [one for one in module.modules() if one is module or one._parameters]
-        for owner in self._owners:
-            owner.__dict__["_parameters"] = ShownShards(owner.__dict__["_parameters"], self)
-            self._handles.append(owner.register_state_dict_post_hook(_give_pieces))
-            self._handles.append(owner.register_load_state_dict_pre_hook(_take_pieces))
+        for owner in (one for one in module.modules() if one is module or one._parameters):
+            shown = owner.__dict__["_parameters"] = ShownShards(owner.__dict__["_parameters"], self)
+            self._shown.append((owner, shown))
 
     def before_step(self, optimizer: torch.optim.Optimizer, updated: set[int]) -> None:
         """Raises ModelError where it has parameters of the module's own, whose gradients never come."""
@@ -183,50 +209,40 @@ class ShardParameters:
                 f"{type(optimizer).__name__} has parameters that fully_shard has cut, {names[:3]} for one, and "
                 f"would train nothing: {BUILD_IT_AFTERWARDS}"
             )
-        if not any(id(shard) in updated for shard in self.registered.values()):
-            return
-        self.may_have_changed = True
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
-            optimizer.register_state_dict_post_hook(_give_optimizer_pieces)
-            optimizer.register_load_state_dict_pre_hook(_take_optimizer_pieces)
-            places = _places()
-            for shard, state in optimizer.state.items():  # that was loaded before its first step
-                if id(shard) in places:
-                    optimizer.state[shard] = state_pieces.own_parts(state, places[id(shard)])
+        if any(id(shard) in updated for shard in self.registered.values()):
+            self.may_have_changed = True
 
     def _current_versions(self) -> list[int]:
-        return [shard._version for shard in self.registered.values()]
+        return [
+            shard._version + (shard.local._version if isinstance(shard, ShardedTensor) else 0)
+            for shard in self.registered.values()
+        ]
+
+
+def _place(buffer: FlatBuffer, name: str, cut: ShardOver, tensor_parallel: Group | None) -> FlatSpan:
+    """What this rank holds of a parameter that is cut so, and who holds the rest."""
+    meta, arena = buffer.param_meta[name], buffer.arena_of(name)
+    ways = 1 if arena is None else buffer.place.ways(cut)
+    apart = tensor_parallel if meta.regions and tensor_parallel and tensor_parallel.size > 1 else None
+    groups: list[Group | None] = [apart]
+    if ways > 1 and arena is not None and arena.groups is not None:
+        groups = [arena.groups.reduce, arena.groups.outer if cut is ShardOver.FULL else None, apart]
+    with_others = tuple(group for group in groups if group is not None and group.size > 1)
+    return FlatSpan(
+        meta, *buffer.part(name, cut), with_others, apart, all_have_all=ways == 1 and apart is None
+    )
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
 
 
-def _give_pieces(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, shard, place in module.__dict__["_parameters"].pieces():
-        if not isinstance(state.get(prefix + name), nn.Parameter | None):  # keep_vars=True
-            state[prefix + name] = StatePiece(shard, place)
-
-
-def _take_pieces(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, _shard, place in module.__dict__["_parameters"].pieces():
-        if prefix + name in state:
-            state[prefix + name] = state_pieces.taken(state[prefix + name], place)
-
-
-def _give_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    as_pieces = functools.partial(state_pieces.as_pieces, optimizer=type(optimizer).__name__)
-    return state_pieces.repacked(optimizer, packed, _places(), as_pieces)
-
-
-def _take_optimizer_pieces(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    return state_pieces.repacked(optimizer, packed, _places(), state_pieces.own_parts)
-
-
-def _places() -> dict[int, FlatSpan]:
-    """Id of a shard -> what it is of."""
-    return {id(shard): shards.places[name] for shards in _LIVE for name, shard in shards.registered.items()}
+def shared_with_others(
+    parameters: Iterable[tuple[str, nn.Parameter]], known: Collection[ShardParameters]
+) -> str | None:
+    """The name of a parameter that others than the known ones have cut."""
+    cut = {own for shards in _LIVE if shards not in known for own in shards.first}
+    return next((name for name, parameter in parameters if id(parameter) in cut), None)
 
 
 _LIVE: weakref.WeakSet[ShardParameters] = weakref.WeakSet()
@@ -243,3 +259,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for shards in _LIVE:
         shards.before_step(optimizer, updated)
+    if optimizer not in _STEPPED:
+        _STEPPED.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_cut_state)
+        _cut_state(optimizer)
+
+
+def _cut_state(optimizer: torch.optim.Optimizer) -> None:
+    """Of what was loaded from an optimizer of whole parameters, this rank's part."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, ShardedTensor):
+            for key, value in state.items():
+                whole = isinstance(value, Tensor) and not isinstance(value, ShardedTensor) and value.dim()
+                if whole and value.shape == parameter.shape:
+                    state[key] = parameter.again(parameter.part_of(value).clone())
+
+
+_STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -1,17 +1,27 @@
-"""A sharded module's steps without a trainer: each begins with a forward and ends with a backward."""
+"""A sharded module's steps without a trainer: each begins with a forward and ends with a backward.
+
+[Note: what a step adds to] Loops call `zero_grad` before the forward, or between it and the backward, so the first
+backward of a step decides whether there is something to add to.
+
+[Note: penalties] What autograd itself adds to a shard's `.grad` (of a penalty on weights, `p.norm()`) would be
+overwritten by the sums over ranks: it is taken from there, and added to the sums when they are complete.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed.bucket_memory import trained
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.hooks import in_backward
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.sharded_tensor import local_grad
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.units import UnitModule
@@ -36,21 +46,30 @@ class StepDriver:
         self.sync, self.used = True, False
         self._armed = self._is_last = False  # a backward is under way; it ends the step
         self._contributed = False  # a gradient has come in this step
-        self._held = False  # this step adds to what `.grad` holds
+        self._held: bool | None = None  # this step adds to what `.grad` held; None before its first backward
+        # See [Note: penalties]: shards that have one in the backward under way, and their gradients before.
+        self._aside: dict[str, tuple[nn.Parameter, Tensor | None]] = {}
+        self._penalties: dict[str, Tensor] = {}  # of this step
         self._holds_sum = False  # the gradients are sums that a next backward adds to
         self._running: nn.Module | None = None  # the outermost of ours whose forward is under way
         # The module's own parameters and whether they were trained when it was sharded.
         self._trained = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
-        self.shards = ShardParameters(engine.buffer, module)
+        self.shards = ShardParameters(engine.buffer, module, engine.ps.tp_group)
         engine.release_gradients()
         parts = (part for unit in engine.units for part in unit.modules)  # may be called without the whole
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         self._handles = [
             handle
             for part in dict.fromkeys((module, *parts))
             for handle in (
-                part.register_forward_pre_hook(self._before, prepend=True),
-                part.register_forward_hook(self._after, always_call=True),
+                part.register_forward_pre_hook(before, prepend=True),
+                part.register_forward_hook(after, always_call=True),
             )
+        ]
+        heard = weakref.ref(self)  # a tensor's hook would hold it for ever
+        self._handles += [
+            shard.register_hook(functools.partial(_hears_penalty, heard, name))
+            for name, shard, _ in self.shards
         ]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -71,16 +90,17 @@ class StepDriver:
             self.engine.weights_changed()
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if not in_backward() and (self._running is None or module is self.module):
-            self._prepare()
+        if self._running is None or (module is self.module and not in_backward()):
+            if not in_backward():
+                self._prepare()
             self._set_running(module)
 
     def _set_running(self, module: nn.Module | None) -> None:
         self._running = module
-        self.shards.in_forward = module is not None
+        self.shards.set_in_forward(module is not None)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is self._running and not in_backward():
+        if module is self._running:
             self._set_running(None)
 
     def _prepare(self) -> None:
@@ -122,31 +142,43 @@ class StepDriver:
             )
 
     def _begin_step(self) -> None:
-        engine = self.engine
-        grads = [p.grad for p in self.shards.current() if p.grad is not None] if self._holds_sum else []
-        if engine.sharding.main_grads is ShardOver.NONE and engine.place.dp_size > 1:
+        """See [Note: what a step adds to]."""
+        self._held, self._contributed = None, False
+        self._penalties.clear()
+        self.engine.begin_step(None, keep_gradients=self._holds_sum and self._has_gradients())
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.shards.current())
+
+    def _decide_held(self) -> None:
+        """In the first backward of a step."""
+        engine, self._held = self.engine, self._holds_sum and self._has_gradients()
+        if self._held and engine.sharding.main_grads is ShardOver.NONE and engine.place.dp_size > 1:
+            self._held = False
             # sync, on this path only: zero_grad(set_to_none=False) leaves zeros, which may be overwritten
-            if any(bool(grad.any()) for grad in grads):
+            if any(bool(local_grad(parameter).any()) for parameter in self.shards.current()):
                 raise ModelError(
                     f"--data-parallel-sharding-strategy {engine.config.data_parallel_sharding_strategy}: gradients of "
-                    "an earlier backward are there, reduced: call zero_grad() before the next forward, or run all "
+                    "an earlier backward are there, reduced: call zero_grad() before the next backward, or run all "
                     "backwards of a step but its last inside no_sync()"
                 )
-            grads = []
-        if grads:
+        if self._held:
+            engine.reductions.add_to_sums()
             self._take_held()
-        self._held, self._contributed = bool(grads), False
-        engine.begin_step(None, accumulate=self._held)
+        else:
+            for parameter in self.shards.current():
+                parameter.grad = None
+            engine.release_gradients()
 
     def _take_held(self) -> None:
         """What is added to is what `.grad` holds now: nothing, or something else than what was reduced. What instances
         hold is summed again after the next backward: one of them keeps what they have summed, or each its own part of
         it."""
-        for parameter, grad in self.shards:
+        for _, parameter, grad in self.shards:
             if parameter.grad is None:
                 grad.zero_()
-            elif parameter.grad.data_ptr() != grad.data_ptr():
-                grad.copy_(parameter.grad)
+            elif (held := local_grad(parameter)).data_ptr() != grad.data_ptr():
+                grad.copy_(held)
         scattered, place = self.engine.sharding.optimizer is ShardOver.FULL, self.engine.place
         for bucket in (one for one in self.engine.buffer.buckets if one.trained and place.outer_size > 1):
             own = trained(bucket.optimizer_grads).clone() if scattered else None
@@ -158,6 +190,7 @@ class StepDriver:
     def _abandon_step(self) -> None:
         """The last backward ended with an error: what it has started ends, and what it has added is not kept."""
         self._armed = False
+        self._put_back()
         if self.engine.is_stepping:
             if self._is_last:  # other ranks end theirs, and wait for each other there
                 self.engine.microbatch_done(0, 0)
@@ -176,6 +209,8 @@ class StepDriver:
         self._armed = True
         if not self.engine.is_stepping:  # several forwards ran before their backwards
             self._begin_step()
+        if self._held is None:
+            self._decide_held()
         self._is_last = self.sync
         self.engine.driver.begin_backward(is_last=self.sync)
         self._call_after_backward()
@@ -189,20 +224,50 @@ class StepDriver:
             outside.register_hook(self._call_after_backward)  # goes with the node
             return
         self._armed = False
+        for name, (parameter, _) in self._aside.items():
+            penalty, before = local_grad(parameter), self._penalties.get(name)
+            self._penalties[name] = penalty if before is None else before + penalty
+        self._put_back()
         self.engine.microbatch_done(0, 0)
-        if not self._is_last:
-            return
-        self.engine.finish()
-        self.shards.may_have_changed = True
+        if self._is_last:
+            self.engine.finish()
+            self.shards.may_have_changed = True
+            self._give_gradients()
+
+    def _give_gradients(self) -> None:
+        """To the shards, of the step that is over."""
         # A backward to inputs only (torch.autograd.grad) leaves .grad alone, as it does without sharding. sync, on this
         # path only: other ranks may have contributed.
-        if not (self._contributed or self._held or any(bool(grad.any()) for _, grad in self.shards)):
+        known = self._contributed or self._held or self._penalties
+        if not (known or any(bool(grad.any()) for grad in self.shards.grads)):
             return
         self._holds_sum = True
-        for parameter, grad in self.shards:
-            if parameter.grad is None or parameter.grad.data_ptr() != grad.data_ptr():
+        for name, parameter, grad in self.shards:
+            if name in self._penalties:
+                grad.add_(self._penalties[name])
+            if parameter.grad is None or local_grad(parameter).data_ptr() != grad.data_ptr():
                 # A tensor of its own: whether somebody holds one decides when their memory may go.
-                parameter.grad = grad.to(parameter.dtype) if grad.dtype != parameter.dtype else grad.detach()
+                own = grad.to(parameter.dtype) if grad.dtype != parameter.dtype else grad.detach()
+                parameter.grad = self.shards.shown(name, own)
+
+    def _put_back(self) -> None:
+        """The backward is over, or has ended with an error."""
+        for parameter, grad in self._aside.values():
+            parameter.grad = grad
+        self._aside.clear()
+
+    def penalty_begins(self, name: str) -> None:
+        """Inside a backward, before autograd adds to a shard. See [Note: penalties]."""
+        self._arm()
+        if name not in self._aside:
+            parameter = self.shards.registered[name]
+            self._aside[name] = parameter, parameter.grad
+            parameter.grad = None
+
+
+def _hears_penalty(driver: weakref.ref[StepDriver], name: str, grad: Tensor) -> None:
+    if (heard := driver()) is not None:
+        heard.penalty_begins(name)
 
 
 def driver_of(module: nn.Module) -> StepDriver:

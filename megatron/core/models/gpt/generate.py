@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tensor_parallel.random import stable_seed
-from megatron.core.transformer.attention import InferenceCache
+from megatron.core.transformer.self_attention import InferenceCache
 
 
 @dataclasses.dataclass(frozen=True)

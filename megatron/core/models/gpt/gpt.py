@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel.parallel_layers import (
 from megatron.core.tensor_parallel.random import DropoutSite, dropout, fill
 from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta
 from megatron.core.tensor_parallel.vocab_loss import vocab_parallel_cross_entropy
-from megatron.core.transformer.attention import InferenceCache
+from megatron.core.transformer.decoder import TransformerBlock
 from megatron.core.transformer.model_config import SQRT_HIDDEN, TransformerConfig
 from megatron.core.transformer.rotary import RotaryEmbedding
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.self_attention import InferenceCache
 
 
 class GPTModel(MegatronModule):

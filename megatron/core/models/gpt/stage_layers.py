@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron.core.config_base import LAYERS, STAGES
 from megatron.core.list_expression import ListExpressionError, expand_layout
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.spec import StageSpec as StageSpec
 from megatron.core.words import counted
@@ -79,7 +79,7 @@ def layer_map_lines(specs: Sequence[StageSpec], placement: Placement) -> list[st
             for stage, spec in enumerate(specs)
         ]
     count = counts.pop()
-    each = f"{count} layer" if count == 1 else f"{count} layers"
+    each = counted(count, "layer")
     if len(specs) == 1:
         return [f" > stages: 1 of {each}"]
     chunks = f", {placement.num_chunks} on each of {placement.num_ranks} pipeline ranks"

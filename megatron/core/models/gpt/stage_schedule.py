@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageLayersError, StageSpec, split_stages
 from megatron.core.models.gpt.unit_costs import stage_units
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes
@@ -124,6 +124,12 @@ class StagedModel:
             saved_in=self.saved_in,
         )
 
+    def in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
+        """Costs of the spec's stages with activations in bytes; None where the configuration is not complete."""
+        if spec.estimated:
+            return spec.costs
+        return self.costs.of_stages(spec.stages) if self.costs is not None and spec.stages else None
+
     def asks_device(self, spec: ScheduleSpec) -> bool:
         """Whether the limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
         by_flags = self.parallel.enable_zero_bubble and not self.parallel.zero_bubble_v_schedule
@@ -157,10 +163,7 @@ class StagedModel:
 
         Raises StageLayersError where no schedule's stages fit the layers, PlanError where nothing fits the limit.
         """
-        named = self.parallel.pipeline_schedule
-        specs, impossible = self.candidates(
-            _CHUNKS, every_group=True, named=named if named in SCHEDULES else None
-        )
+        specs, impossible = self._open_under_a_limit()
         lanes = budget.lanes(costs.layer().f)
         every = [
             dataclasses.replace(
@@ -176,6 +179,15 @@ class StagedModel:
         ]
         best, reasons = joint(every, self.num_microbatches)
         return dataclasses.replace(best.spec, reasons=(*reasons, *impossible))
+
+    def _open_under_a_limit(self) -> tuple[list[ScheduleSpec], list[str]]:
+        named = self.parallel.pipeline_schedule
+        return self.candidates(_CHUNKS, every_group=True, named=named if named in SCHEDULES else None)
+
+    def on_the_stages_of(self, spec: ScheduleSpec) -> list[ScheduleSpec]:
+        """What a run under one limit can still choose once its layers lie where they do."""
+        stages = spec.placement, spec.stages
+        return [one for one in self._open_under_a_limit()[0] if (one.placement, one.stages) == stages]
 
     def with_gathered_inputs(self, spec: ScheduleSpec) -> ScheduleSpec:
         """With what sequence parallel has gathered kept from F to W, where all ranks have memory for that and the step

@@ -9,6 +9,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.words import share_text
 
 
 def fastest(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> ScheduleSpec:
@@ -63,7 +64,7 @@ def _line(
         shares = [peak / limit if limit else peak for peak, limit in zip(peaks, limits, strict=True)]
         rank = shares.index(max(shares))
         held = " of ".join(map(spec.describe_activation, (peaks[rank], limits[rank])))
-    bubble = f"bubble {100 * simulation.bubble_rate:.1f}%"
+    bubble = f"bubble {share_text(simulation.bubble_rate)}"
     text = f"{spec.schedule}: step time {spec.describe_time(simulation.cost)}, {bubble}, peak {held} (rank {rank})"
     if simulation is fastest:
         return f"{text}: chosen"
@@ -71,5 +72,5 @@ def _line(
         return f"{text}: too much memory: {problem}"
     slower = simulation.cost / fastest.cost - 1 if fastest.cost else 0.0
     if slower > TOLERANCE:
-        return f"{text}: {100 * slower:.1f}% slower than {best.schedule}"
+        return f"{text}: {share_text(slower)} slower than {best.schedule}"
     return f"{text}: as fast as {best.schedule}, and holds no less"

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import bound_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec, order_within_limits
-from megatron.core.words import counted
+from megatron.core.words import counted, plain, share_text
 
 # Beyond so many forwards a simulation would make --check-config wait.
 MOST_FORWARDS = 50_000
@@ -49,12 +49,11 @@ def bound_line(schedule: str, request: Request, simulation: Simulation) -> str |
     if schedule not in SCHEDULES or not SCHEDULES[schedule].searched:
         return None
     bound, work = bound_of(schedule, request), simulation.work
-    least = 100 * (1 - work / bound.cost) if bound.cost else 0.0
-    gap = 100 * max(0.0, bound.gap(simulation.cost, work))
-    bubble = 100 * max(0.0, simulation.bubble_rate)
+    least = max(0.0, 1 - work / bound.cost) if bound.cost else 0.0
+    gap = share_text(max(0.0, bound.gap(simulation.cost, work)), 2)
     return (
-        f"{schedule}: bubble {bubble:.2f}%; no order has less than {max(0.0, least):.2f}% ({bound.reason}), "
-        f"gap {gap:.2f} points"
+        f"{schedule}: bubble {share_text(simulation.bubble_rate, 2)}; no order has less than "
+        f"{share_text(least, 2)} ({bound.reason}), gap {gap.rstrip('%')} points"
     )
 
 
@@ -64,13 +63,16 @@ def bound_lines(spec: ScheduleSpec, num_microbatches: int) -> tuple[str, str] | 
         return None
     simulation = simulate(order_within_limits(spec, num_microbatches), spec.costs)
     line = bound_line(spec.schedule, spec.request(num_microbatches), simulation)
-    bubble = f"{max(0.0, simulation.bubble_rate):.1%}"
+    bubble = share_text(simulation.bubble_rate)
     told = f" > pipeline: {spec.schedule}, planned bubble (waiting) {bubble} by estimated costs"
     return None if line is None else (f" > {line}", told)
 
 
-def pipeline_facts(spec: ScheduleSpec, num_microbatches: int | None) -> dict[str, Any]:
-    """Plain values, for --check-config --json. num_microbatches: of a step after the ramp, None: it is not known."""
+def pipeline_facts(
+    spec: ScheduleSpec, num_microbatches: int | None, *, with_bubble: bool = True
+) -> dict[str, Any]:
+    """Plain values, for --check-config --json. num_microbatches: of a step after the ramp, None: it is not known.
+    with_bubble: False where the spec's costs are not those of the model."""
     placement = spec.placement
     return {
         "schedule": spec.schedule,
@@ -78,9 +80,9 @@ def pipeline_facts(spec: ScheduleSpec, num_microbatches: int | None) -> dict[str
         "chunks": placement.num_chunks,
         "microbatches": num_microbatches,
         "microbatch_group_size": spec.group_size,
-        "bubble_rate": bubble_rate(spec, num_microbatches),
+        "bubble_rate": bubble_rate(spec, num_microbatches) if with_bubble else None,
         "costs": "estimated" if spec.estimated else "equal",
-        "reasons": list(spec.reasons),
+        "reasons": list(spec.reasons) if with_bubble else [],
         "stages": [
             {
                 "rank": placement.rank_of(stage),
@@ -93,18 +95,18 @@ def pipeline_facts(spec: ScheduleSpec, num_microbatches: int | None) -> dict[str
     }
 
 
-def facts_lines(spec: ScheduleSpec, num_microbatches: int | None) -> list[str]:
+def facts_lines(spec: ScheduleSpec, num_microbatches: int | None, *, with_bubble: bool = True) -> list[str]:
     """The same as text, without the stages."""
-    placement, bubble = spec.placement, bubble_rate(spec, num_microbatches)
+    placement, bubble = spec.placement, bubble_rate(spec, num_microbatches) if with_bubble else None
     chunks = f" x {placement.num_chunks} chunks" if placement.num_chunks > 1 else ""
     told = [f"pipeline: {spec.schedule}, {counted(placement.num_ranks, 'rank')}{chunks}"]
     if num_microbatches is not None:
         groups = f" in groups of {spec.group_size}" if spec.group_size is not None else ""
-        told.append(f"{counted(num_microbatches, 'microbatch', 'microbatches')} a step{groups}")
+        told.append(f"{counted(num_microbatches, 'microbatch')} a step{groups}")
     if bubble is not None:
         costs = "by the FLOPs of the stages" if spec.estimated else "with equal stages and F = B = W"
-        told.append(f"bubble {100 * bubble:.1f}% {costs}")
-    return [", ".join(told), *("  auto: " + line for line in spec.reasons)]
+        told.append(f"bubble {share_text(bubble)} {costs}")
+    return [", ".join(told), *("  auto: " + line for line in spec.reasons if with_bubble)]
 
 
 def reason_lines(
@@ -114,7 +116,9 @@ def reason_lines(
     by, lines = "--pipeline-schedule auto", list(spec.reasons)
     if limit is not None:
         by = f"--rank-memory-limit {limit}"
-        speeds = f"{tflops:g} TFLOP/s, {gb_per_s:g} GB/s (--achieved-tflops, --dp-bandwidth-gb-per-s)"
+        speeds = (
+            f"{plain(tflops)} TFLOP/s, {plain(gb_per_s)} GB/s (--achieved-tflops, --dp-bandwidth-gb-per-s)"
+        )
         lines.insert(0, f"planned for {speeds}")
     return [f" > {by}: {line}" for line in lines]
 
@@ -129,9 +133,9 @@ def limit_lines(spec: ScheduleSpec, *, sequence_parallel: bool) -> list[str]:
             " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
         )
     if spec.limits is not None:
-        unit, size = ("MiB", 2**20) if spec.estimated else ("activations", 1)
-        shown = ", ".join(f"{limit / size:.1f}" for limit in spec.limits)
-        lines.append(f" > limit of activations by pipeline rank: {shown} {unit}")
+        shown = ", ".join(map(spec.describe_activation, spec.limits))
+        unit = "" if spec.estimated else " activations"
+        lines.append(f" > limit of activations by pipeline rank: {shown}{unit}")
     return lines
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves, walk_row
@@ -16,17 +16,17 @@ from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.words import mib_text
+from megatron.core.words import counted, share_text, size_text, time_text
 
 _NS_PER_S = 1e9
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """The most that one rank holds of each kind in a step.
+    """What one rank holds at one moment of a step, so that kinds add up to what it holds.
 
     at_rest: its parts of weights, main weights, gradients and moments, as between steps. gathered: whole weights.
-    gradients: whole ones that grow, wait or are being reduced. activations: None where they are not known.
+    gradients: whole ones that grow, wait or are being reduced. activations: None where they are not counted.
     """
 
     at_rest: int
@@ -44,8 +44,8 @@ class HeldBytes:
         return held if self.activations is None else {**held, "activations": self.activations}
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {mib_text(size)}" for kind, size in self.kinds().items())
-        return f"{mib_text(self.total)} ({kinds})"
+        kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in self.kinds().items())
+        return f"{size_text(self.total)} ({kinds})"
 
 
 @dataclass(frozen=True)
@@ -83,52 +83,66 @@ class StepMoves:
     def __str__(self) -> str:
         outer = ((self.outer_gathers, "HSDP all-gather"), (self.outer_sums, "HSDP all-reduce"))
         counts = ((self.gathers, "gather"), (self.reductions, "reduction"), *(one for one in outer if one[0]))
-        words = [*(_counted(*one) for one in counts), mib_text(self.payload_bytes)]
+        words = [*(counted(*one) for one in counts), size_text(self.payload_bytes)]
         if self.lane_share is not None:
-            words.append(f"lane busy {100 * self.lane_share:.2f}%")
+            words.append(f"lane busy {share_text(self.lane_share, 2)}")
         if self.exposed_share is not None:
-            seconds = "" if self.exposed_s is None else f" ({self.exposed_s:.4f} s)"
-            words.append(f"exposed {100 * self.exposed_share:.2f}%{seconds}")
+            seconds = "" if self.exposed_s is None else f" ({time_text(self.exposed_s)})"
+            words.append(f"exposed {share_text(self.exposed_share, 2)}{seconds}")
         return ", ".join(words)
+
+
+class RankResidency(NamedTuple):
+    """What a plan says of a pipeline rank. at_once: at the moment at which it holds the most. states: at that of the
+    most weights and gradients, activations not counted. activations: the most of them, None where they are not known.
+    """
+
+    rank: int
+    at_once: HeldBytes
+    states: HeldBytes
+    activations: int | None
+    moves: StepMoves
 
 
 @dataclass(frozen=True)
 class StepResidency:
-    """Plan and measurement of one iteration, on the pipeline rank `rank`, the fullest by plan. measured: of the ranks
-    of the world that run its row, the one that held the most."""
+    """Plan and measurement of one iteration, on the pipeline rank that is the fullest by plan. measured: weights and
+    gradients as in `RankResidency.states`, of the ranks of the world that run its row the one that held the most.
+    measured_activations: with messages; None where they are not measured."""
 
     iteration: int
-    rank: int
-    planned: HeldBytes
+    planned: RankResidency
     measured: HeldBytes
-    planned_moves: StepMoves
+    measured_activations: int | None
     measured_moves: StepMoves
-
-    @property
-    def _comparable(self) -> HeldBytes:
-        """The plan's, without activations where these are not measured."""
-        unknown = self.measured.activations is None
-        return dataclasses.replace(self.planned, activations=None) if unknown else self.planned
 
     def lines(self) -> list[str]:
         """After an interval's line: its last iteration, by plan and as counted."""
-        where = f"iteration {self.iteration}, pipeline rank {self.rank}"
-        return [
-            f" residency of {where}: planned {self._comparable}; measured {self.measured}",
-            f" moves of {where}: planned {self.planned_moves}; measured {self.measured_moves}",
+        where = f"iteration {self.iteration}, pipeline rank {self.planned.rank}"
+        told = [
+            f" residency of {where}: weights and gradients at once: planned {self.planned.states}; "
+            f"measured {self.measured}"
         ]
+        if self.planned.activations is not None:
+            measured = self.measured_activations
+            found = "not measured" if measured is None else f"measured {size_text(measured)}"
+            most = size_text(self.planned.activations)
+            told.append(f" activations of {where}: at most: planned {most}; {found}")
+        moves = f"planned {self.planned.moves}; measured {self.measured_moves}"
+        return [*told, f" moves of {where}: {moves}"]
 
     def scalars(self) -> dict[str, float]:
         """The same for the record; what is not known has no field."""
         scalars: dict[str, float] = {}
-        for prefix, held, moves in (
-            ("planned", self._comparable, self.planned_moves),
-            ("measured", self.measured, self.measured_moves),
+        for prefix, held, activations, moves in (
+            ("planned", self.planned.states, self.planned.activations, self.planned.moves),
+            ("measured", self.measured, self.measured_activations, self.measured_moves),
         ):
             kinds = {f"{kind.replace(' ', '-')}-bytes": size for kind, size in held.kinds().items()}
             known = {
                 "held-bytes": held.total,
                 **kinds,
+                "activations-bytes": activations,
                 "gathers": moves.gathers,
                 "reductions": moves.reductions,
                 "hsdp-all-gathers": moves.outer_gathers,
@@ -142,20 +156,16 @@ class StepResidency:
         return scalars
 
 
-def start_up_lines(
-    schedule: str, asked: Residency, rank: int, planned: HeldBytes, moves: StepMoves
-) -> list[str]:
-    """What the log says at start-up. rank: the fullest pipeline rank."""
+def start_up_lines(schedule: str, asked: Residency, planned: RankResidency) -> list[str]:
+    """What the log says at start-up. planned: of the fullest pipeline rank."""
     outer = f" in {asked.outer} instances" if asked.outer > 1 else ""
-    shared = f"{asked.strategy} over {_counted(asked.ways, 'rank')}{outer}, policy {asked.policy}"
+    shared = f"{asked.strategy} over {counted(asked.ways, 'rank')}{outer}, policy {asked.policy}"
+    unknown = "" if planned.activations is not None else ", activations apart, which are not known"
     return [
-        f" > residency: {schedule}, {shared}; fullest is pipeline rank {rank}: {planned}",
-        f" > a step moves on pipeline rank {rank}: {moves}",
+        f" > residency: {schedule}, {shared}; pipeline rank {planned.rank} holds the most at once{unknown}: "
+        f"{planned.at_once}",
+        f" > a step moves on pipeline rank {planned.rank}: {planned.moves}",
     ]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
@@ -178,8 +188,8 @@ def at_once_lines(spec: ScheduleSpec, num_microbatches: int, purpose: PlanPurpos
         return []
     peaks = peak_bytes(spec, plan_for(spec, num_microbatches, purpose))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
-    limit = f"{spec.residency.limit[rank]:,.0f} of --rank-memory-limit"
-    return [f" > at once pipeline rank {rank} holds at most {peaks[rank]:,.0f} bytes, {limit}"]
+    held, limit = map(size_text, (peaks[rank], spec.residency.limit[rank]))
+    return [f" > at once pipeline rank {rank} holds at most {held} of the {limit} of --rank-memory-limit"]
 
 
 @functools.lru_cache(maxsize=4)
@@ -188,26 +198,37 @@ def planned_residency(
     num_microbatches: int,
     purpose: PlanPurpose,
     at_rest: tuple[int, ...],
+    in_bytes: CostModel | None,
     costs: CostModel | None = None,
     lanes: LaneCosts | None = None,
-) -> tuple[int, HeldBytes, StepMoves]:
-    """The fullest pipeline rank, the most that it holds of each kind, and what it moves in a step. at_rest: by pipeline
-    rank, bytes that it holds between steps. costs, lanes: as measured, in ns; without, nothing is said of times."""
+    *,
+    weights_changed: bool = True,
+    repeated: bool = False,
+) -> RankResidency:
+    """Of the fullest pipeline rank. at_rest: by pipeline rank, bytes that it holds between steps. in_bytes: by which
+    activations are counted; None: they are not known. costs, lanes: as measured, in ns; without, nothing is said of
+    times. weights_changed: since the last step. repeated: the step before it was taken back, and forwards ran again."""
     assert spec.stages_units is not None, "a residency without units"
     assert spec.residency is not None, "units without a residency"
     plan, found = plan_for(spec, num_microbatches, purpose), []
     timed = None if costs is None or lanes is None else simulate(plan, costs, spec.with_lanes(lanes))
     every = rank_units(plan.placement, spec.stages_units)
     for rank, (row, units) in enumerate(zip(plan.rows, every, strict=True)):
-        walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
-        gradients = max((one.gradients + one.under_way for one in walk.boundaries), default=0)
-        activations = round(walk.most.activation) if spec.estimated else None
-        held, times = HeldBytes(at_rest[rank], walk.most.gathered, gradients, activations), {}
+        walk = walk_row(row, units, spec.residency, in_bytes, weights_changed=weights_changed)
+        times: dict[str, float] = {}
         if timed is not None:
             shares = {"lane_share": timed.lane_share[rank], "exposed_share": timed.exposed[rank] / timed.cost}
             times = {**shares, "step_s": timed.cost / _NS_PER_S}
-        found.append((rank, held, StepMoves.of(walk.moves, **times)))
-    return max(found, key=lambda one: one[1].total)
+        peak, fullest = (
+            HeldBytes(at_rest[rank], one.gathered, one.gradients + one.under_way, None)
+            for one in (walk.peak, walk.fullest)
+        )
+        most = None if in_bytes is None else round(walk.most.activation)
+        if in_bytes is not None:
+            peak = dataclasses.replace(peak, activations=round(walk.peak.activation))
+        moves = walk.moves + walk.repeated if repeated else walk.moves
+        found.append(RankResidency(rank, peak, fullest, most, StepMoves.of(moves, **times)))
+    return max(found, key=lambda one: one.at_once.total)
 
 
 def kept_groupings(

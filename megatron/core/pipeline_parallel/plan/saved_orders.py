@@ -42,7 +42,8 @@ def saved_or_made(schedule: str, request: Request, make: Callable[[Request], Pla
         return plan
     try:
         os.makedirs(folder, exist_ok=True)
-        with safe_files.locked(f"{path}.lock"):
+        patience_s = safe_files.CACHE_PATIENCE_S
+        with safe_files.locked(f"{path}.lock", patience_s=patience_s, say=logger.warning):
             plan = _read(path, key, request)  # another process may have made it while we waited
             if plan is None:
                 plan = make(request)
@@ -52,7 +53,7 @@ def saved_or_made(schedule: str, request: Request, make: Callable[[Request], Pla
     except OSError as error:
         logger.warning(
             "pipeline plans cannot be kept in %s (%s): every rank and every start searches for its own; give "
-            "--data-cache-path a writable folder",
+            "--data-cache-path a folder that is writable and that nobody locks",
             folder,
             error,
         )

@@ -24,6 +24,12 @@ Merit = tuple[float, float, float]
 TOLERANCE = 1e-9
 
 
+def _left(whole: float, part: float) -> float:
+    """whole - part, 0 where that is what is left of rounding sums of times."""
+    left = whole - part
+    return left if left > 1e-12 * whole else 0.0
+
+
 @dataclass(frozen=True)
 class Simulation:
     """One step on the clock, planned or measured; times and activations in the cost model's units.
@@ -68,18 +74,18 @@ class Simulation:
 
     @property
     def bubble_time(self) -> float:
-        """cost - work."""
-        return self.cost - self.work
+        """cost - work, 0 where that is what rounding sums of times leaves."""
+        return _left(self.cost, self.work)
 
     @property
     def bubble_rate(self) -> float:
         """bubble_time / cost; 0 when all takes no time."""
-        return self.bubble_time / self.cost if self.cost else 0.0
+        return waiting_share(self.cost, self.work)
 
     @property
     def idle(self) -> tuple[float, ...]:
         """By rank: makespan less its computations."""
-        return tuple(self.makespan - one for one in self.busy)
+        return tuple(_left(self.makespan, one) for one in self.busy)
 
     @functools.cached_property
     def exposed(self) -> tuple[float, ...]:
@@ -109,6 +115,12 @@ class Simulation:
     def num_messages(self) -> int:
         """Transfers between ranks."""
         return sum(op[0] in (SEND_F, SEND_B) for row in self.plan.rows for op in row)
+
+
+def waiting_share(step: float, work: float) -> float:
+    """The bubble: the share of a step's time that the busiest rank does not compute. step: the most that a rank takes
+    from its first start to its last end. 0 where all takes no time."""
+    return (step - work) / step if step else 0.0
 
 
 def simulate(plan: Plan, costs: CostModel, lanes: Lanes | None = None) -> Simulation:

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule, 
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE as TOLERANCE
 from megatron.core.pipeline_parallel.plan.text import PlanFile
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.words import mib_text
+from megatron.core.words import plain, size_text, time_text
 
 # Plans that are kept: of a training step, of evaluations, of sizes that a batch is ramped up through, of candidates.
 _KEPT = 32
@@ -138,12 +138,12 @@ class ScheduleSpec:
     def describe_time(self, time: float) -> str:
         """In the costs' unit, such as `27.761 ms` of a run and `27.76 x F of a layer` by the model."""
         if self.measured:
-            return f"{time / 1e6:.3f} ms"
-        return f"{time:.2f} x F of a layer" if self.estimated else f"{time:g}"
+            return time_text(time / 1e9, 5)
+        return plain(time) + " x F of a layer" * self.estimated
 
     def describe_activation(self, size: float) -> str:
-        """In the costs' unit, such as `12.50 MiB`; what is smaller than a hundredth of one in KiB."""
-        return mib_text(size) if self.estimated else f"{size:g}"
+        """In the costs' unit, such as `12.5 MiB`."""
+        return size_text(size, "bytes" if self.estimated else "")
 
     def under(self, costs: CostModel, lanes: LaneCosts | None = None) -> ScheduleSpec:
         """The same by measured costs; limits in whole stages are those of these costs."""
@@ -195,8 +195,7 @@ def order_within_limits(spec: ScheduleSpec, num_microbatches: int) -> Plan:
     for rank, limit in enumerate(spec.limits):
         peak = peak_activation(rank, plan.rows[rank], spec.costs)
         if peak > limit * (1 + TOLERANCE):
-            unit, words = (2**20, "{:.1f}M") if spec.estimated else (1, "{:g}")
-            held, allowed = words.format(peak / unit), words.format(limit / unit)
+            held, allowed = map(spec.describe_activation, (peak, limit))
             raise PlanError(
                 f"{plan.schedule} holds {held} of activations on pipeline rank {rank}, and --pipeline-memory-limit "
                 f"is {allowed}: raise it, or use zb-1p, zbv or auto, which plan within it"

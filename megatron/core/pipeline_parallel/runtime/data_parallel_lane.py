@@ -18,7 +18,7 @@ from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import IS_DATA_PARALLEL, PlanError, RawOp, Row, op_text
-from megatron.core.pipeline_parallel.runtime.recorder import Recorder
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.protocols import GradSync
 from megatron.core.transport.peer_loss import PeerLostError
 
@@ -75,12 +75,14 @@ class DataParallelLane:
         self._gathered: set[str] = set()
         self._gathers: dict[str, _Gather] = {}  # that nobody has waited for yet
         self._recorder: Recorder | None = None
+        self._region: Region | None = None
         self._recorded: set[int] = set()
         self.spent_s = 0.0
 
-    def begin(self, recorder: Recorder | None) -> None:
-        """A row begins. recorder: who is told of operations, if anybody: of each once, the first time that it runs."""
-        self._recorder = recorder
+    def begin(self, recorder: Recorder | None, region: Region | None = None) -> None:
+        """A row begins. recorder: who is told of operations, if anybody: of each once, the first time that it runs.
+        region: of a profiler that runs."""
+        self._recorder, self._region = recorder, region
         self._recorded.clear()
         self._gathered.clear()
         self._gathers.clear()
@@ -94,7 +96,13 @@ class DataParallelLane:
 
     def perform(self, placed: Placed) -> None:
         """Do one operation."""
-        place, op = placed
+        if self._region is None:
+            self._perform(*placed)
+            return
+        with self._region(op_text(placed[1])):
+            self._perform(*placed)
+
+    def _perform(self, place: int, op: RawOp) -> None:
         kind, doing = op[0], self._doing[place]
         start = self._now()
         for unit, name, call in doing:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp, op_text
 from megatron.core.pipeline_parallel.post_validation.state import Go, Validation, rollback_ops
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     Crossing,
@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
 )
 from megatron.core.pipeline_parallel.runtime.p2p import Arrival, Channel
 from megatron.core.pipeline_parallel.runtime.program import Key, Step, check_row, compile_row, send_completion
-from megatron.core.pipeline_parallel.runtime.recorder import Recorder
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.protocols import GradSync, Stage
 from megatron.core.transport.peer_loss import PeerLostError
 
@@ -112,28 +112,33 @@ class Executor:
         assert not both, f"handlers for what the executor does itself: {both}"
         table |= {int(kind): handler for kind, handler in (handlers or {}).items()}
         check_row(plan, rank, stages, table, units=self._lane is not None)
-        self._program = compile_row(self._row, table, self._transfer, self._computation)
+        self._program = self._running = compile_row(self._row, table, self._transfer, self._computation)
         self._completed = send_completion(plan, rank)
         self._rollback = rollback_ops(plan, rank)
 
-    def run(self, iteration: int = 0) -> bool:
+    def run(self, iteration: int = 0, region: Region | None = None) -> bool:
         """Do the row once. Afterwards every message is through and nothing is kept; gradients are this rank's own
         until `grad_sync.finish()`, which is the caller's (or that of a handler of the plan's last operations).
 
         Returns whether it came to the end: False where VALIDATE stopped it, on all ranks alike.
-        iteration: for messages and the timeline. Communicates over the pipeline, and with whom the stages do.
+        iteration: for messages and the timeline. region: of a profiler that runs, which gets each operation as a range
+        by its text; transfers that are posted together lie in one another. Communicates over the pipeline, and with
+        whom the stages do.
         Raises PeerLostError naming rank, stage, iteration and operation, ModelError where a stage hands on what cannot
         go to the next, or runs its units in another order than the plan's; other errors than the first get a note that
         says where.
         """
         self._outgoing.clear()
         self._incoming.clear()
+        self._running = (
+            self._program if region is None else [self._named(step, region) for step in self._program]
+        )
         if self._lane is not None:
-            self._lane.begin(self._recorder)
+            self._lane.begin(self._recorder, region)
         step: Step | None = None
         done = True
         try:
-            for step in self._program if self._recorder is None else self._timed(self._recorder, iteration):
+            for step in self._running if self._recorder is None else self._timed(self._recorder, iteration):
                 step.call(step.argument)
             step = None
             self._channel.drain()
@@ -181,7 +186,7 @@ class Executor:
         """The program; what the loop does between two steps is timed and recorded."""
         recorder.begin_step(self.plan, self._rank, iteration)
         lane = self._lane
-        for step in self._program:
+        for step in self._running:
             self._waited_s = 0.0
             lane_s = 0.0 if lane is None else lane.spent_s
             start = recorder.now()
@@ -193,6 +198,20 @@ class Executor:
             for place in step.places:
                 recorder.record(place, start, end, self._waited_s, spent_s)
 
+    def _named(self, step: Step, region: Region) -> Step:
+        """Its operations as ranges; the lane names its own."""
+        texts = [
+            op_text(op) for op in map(self._row.__getitem__, step.places) if not ir.IS_DATA_PARALLEL[op[0]]
+        ]
+
+        def call(argument: Any) -> None:
+            with contextlib.ExitStack() as ranges:
+                for text in texts:
+                    ranges.enter_context(region(text))
+                step.call(argument)
+
+        return step._replace(call=call) if texts else step
+
     def _where(self, step: Step | None, iteration: int) -> str:
         if step is None:
             stages = ", ".join(map(str, sorted(self._stages)))
@@ -201,7 +220,7 @@ class Executor:
         where = f"stage {', '.join(sorted({str(op[1]) for op in ops}))}, iteration {iteration}"
         if ir.IS_DATA_PARALLEL[ops[0][0]]:
             return where  # the lane has named its operation
-        return f"{where}, {', '.join(map(ir.op_text, ops))}"
+        return f"{where}, {', '.join(map(op_text, ops))}"
 
     # Handlers --------------------------------------------------------------------------------------
 
@@ -264,7 +283,7 @@ class Executor:
             self._recorder.repeated()
         if self._lane is not None:
             self._lane.drop()  # by `decide`, which has changed the weights
-        for step in self._program:
+        for step in self._running:
             if step.argument is op:
                 return
             if ir.REPEATED_ON_AGAIN[self._row[step.places[0]][0]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +27,14 @@ from megatron.core.protocols import Stage
 
 MOST_STEPS = 32  # that are kept; of more, the latest
 MOST_WEIGHINGS = 256  # of one stage and kind of backward
+
+
+class _KeptStep(NamedTuple):
+    """peak_bytes: beyond what it began with. link_ns: as known when it ran."""
+
+    step: RankStep
+    peak_bytes: int
+    link_ns: int
 
 
 class Profiler:
@@ -55,11 +63,12 @@ class Profiler:
         self._device, self._pipeline, self._transient_bytes = device, pipeline, transient_bytes
         self._interval = 0 if device.queues_work else interval
         self.move_window(start, end)
-        self._steps: deque[tuple[RankStep, int]] = deque(maxlen=MOST_STEPS)  # and the peak of each
+        self._steps: deque[_KeptStep] = deque(maxlen=MOST_STEPS)
         self._weighed: dict[int, _WeighedStage] = {}
         self._step: RankStep | None = None  # under way
         self._spans: dict[int, OpTimes] = {}  # by place in the row
         self.watching = False  # the step under way
+        self._link_ns = 0
         self._begin_bytes = self._peak_bytes = 0
 
     def move_window(self, start: int, end: int) -> None:
@@ -105,8 +114,11 @@ class Profiler:
             if len(self._spans) == len(plan.rows[rank]):
                 spans = tuple(self._spans[place] for place in range(len(self._spans)))
                 peak = self._peak_bytes - self._begin_bytes
-                self._steps.append((RankStep(iteration, plan, rank, spans), peak))
+                self._steps.append(_KeptStep(RankStep(iteration, plan, rank, spans), peak, self._link_ns))
         self.watching, self._spans = False, {}
+
+    def message_takes(self, link_ns: int) -> None:
+        self._link_ns = link_ns
 
     def close(self) -> None:
         """The run is over: what was measured stays."""
@@ -114,28 +126,38 @@ class Profiler:
 
     # What was measured -----------------------------------------------------------------------------
 
-    def local_figures(self, until: int | None = None, link_ns: int = 0) -> Figures | None:
+    def local_figures(self, until: int | None = None) -> Figures | None:
         """What this rank measured since `forget`, small, JSON-able; None where no step was kept. until: the last
-        iteration that counts; None: all do. link_ns: see `P2P.ping`."""
-        kept = [(step, peak) for step, peak in self._steps if until is None or step.iteration <= until]
+        iteration that counts; None: all do."""
+        kept = [one for one in self._steps if until is None or one.step.iteration <= until]
         if not kept:
             return None
         sizes = {stage: one.sizes() for stage, one in self._weighed.items()}
         # All stages or none: a plan needs every one of them.
         known = {stage: size for stage, size in sizes.items() if size is not None}
         activations = known if len(known) == len(sizes) else None
-        steps, peaks = zip(*kept, strict=True)
-        return figures_of(steps, self._pipeline, activations, median(peaks), link_ns)
+        peak = median([one.peak_bytes for one in kept])
+        return figures_of([one.step for one in kept], self._pipeline, activations, peak, self._link_ns)
 
     def figures_of_step(self, iteration: int) -> Figures | None:
-        """How long this rank took for one step, and for its computations; None for a step that is not kept."""
-        found = [step for step, _ in self._steps if step.iteration == iteration]
-        return figures_of(found[-1:], self._pipeline) if found else None
+        """Of one step, activations apart; None for a step that is not kept."""
+        if (found := self._kept(iteration)) is None:
+            return None
+        return figures_of([found.step], self._pipeline, None, found.peak_bytes, found.link_ns)
+
+    def plan_of_step(self, iteration: int) -> Plan | None:
+        """The plan that ran in it; None for a step that is not kept."""
+        found = self._kept(iteration)
+        return None if found is None else found.step.plan
+
+    def _kept(self, iteration: int) -> _KeptStep | None:
+        found = [one for one in self._steps if one.step.iteration == iteration]
+        return found[-1] if found else None
 
     def forget(self, until: int | None = None) -> None:
         """What follows is measured by itself, as after a new plan. until: the last iteration that is forgotten; None:
         all are."""
-        while self._steps and (until is None or self._steps[0][0].iteration <= until):
+        while self._steps and (until is None or self._steps[0].step.iteration <= until):
             self._steps.popleft()
         if not self._steps:
             for one in self._weighed.values():

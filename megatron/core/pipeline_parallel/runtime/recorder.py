@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from megatron.core.pipeline_parallel.plan.ir import Plan
+
+Region = Callable[[str], AbstractContextManager[Any]]  # a range of a profiler's trace, by its name
 
 
 class Recorder(Protocol):
@@ -31,6 +34,9 @@ class Recorder(Protocol):
 
     def end_step(self) -> None:
         """The row is through, or broke off."""
+
+    def message_takes(self, link_ns: int) -> None:
+        """Between steps: on the slowest of this rank's links, from now on."""
 
     def close(self) -> None:
         """The run is over, whichever way: no step begins any more."""
@@ -63,6 +69,10 @@ class Recorders:
     def end_step(self) -> None:
         for one, _ in self._all:
             one.end_step()
+
+    def message_takes(self, link_ns: int) -> None:
+        for one, _ in self._all:
+            one.message_takes(link_ns)
 
     def close(self) -> None:
         for one, _ in self._all:

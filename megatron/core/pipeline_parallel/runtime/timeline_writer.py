@@ -38,7 +38,7 @@ class TimelineWriter:
         # Both clocks at once: what is written counts from here.
         self._clock_unix_s, self._zero_s = time.time(), time.monotonic()
         self.lanes: Lanes | None = None
-        self.at_rest = 0
+        self.at_rest = self._link_ns = 0
         self._plan: Plan | None = None
         self._templates: list[str] = []
         self._iteration, self._header = 0, ""
@@ -50,11 +50,13 @@ class TimelineWriter:
         return time.monotonic() - self._zero_s
 
     def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
-        """A pipeline rank begins its row; a header where the plan is another one than before."""
+        """A pipeline rank begins its row; a header where what it says has changed."""
         if plan is not self._plan:
             self._plan, self._templates = plan, op_lines(plan.rows[rank])
             clock = self._clock_unix_s
-            self._header = header_line(plan, rank, self._pipeline, clock, self.lanes, self.at_rest)
+            self._header = header_line(
+                plan, rank, self._pipeline, clock, self.lanes, self.at_rest, self._link_ns
+            )
         self._iteration = iteration
 
     def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
@@ -72,6 +74,9 @@ class TimelineWriter:
         self._file.flush()
         self._header = ""
         self._lines.clear()
+
+    def message_takes(self, link_ns: int) -> None:
+        self._link_ns, self._plan = link_ns, None  # another header
 
     def close(self) -> None:
         """Nothing more is written."""

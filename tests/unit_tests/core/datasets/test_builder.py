@@ -13,8 +13,8 @@ from megatron.core.datasets.blend import (
 )
 from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import MockCorpus, SampleFormat, pad_id
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
+from megatron.core.datasets.gpt_samples import MockCorpus, SampleFormat, pad_id
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 
 FORMAT = SampleFormat(8, eod=0)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets import index_builders
+from megatron.core.datasets.held_arrays import layout_bytes
 from megatron.core.datasets.index_builders import (
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     index_fault,
     index_layouts,
-    layout_bytes,
     plan_epochs,
 )
 
@@ -27,7 +27,7 @@ def built(lengths, length, requested, extra_token, seed=1):
     documents = build_document_index(sequences, plan, rng)
     arrays = {
         "document_index": documents,
-        "sample_index": build_sample_index(lengths, documents, plan),
+        "sample_index": np.concatenate(list(build_sample_index(lengths, documents, plan))),
         "shuffle_index": build_shuffle_index(plan, rng),
     }
     return sequences, plan, arrays
@@ -58,11 +58,12 @@ def test_a_change_is_refused_or_changes_no_sample(case, data):
     sequences, plan, arrays = built(lengths, length, requested, extra_token)
     layouts = index_layouts(lengths, sequences, plan)
     assert {name: (array.dtype, array.shape) for name, array in arrays.items()} == layouts
-    assert layout_bytes(layouts) == sum(array.nbytes for array in arrays.values())
+    assert sum(map(layout_bytes, layouts.values())) == sum(array.nbytes for array in arrays.values())
 
     def fault():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(index_builders, "DOCUMENTS_PER_BLOCK", block)
+            patch.setattr(index_builders, "_ROWS_AT_A_TIME", block)
             return index_fault(arrays, lengths, sequences, plan)
 
     assert fault() is None
@@ -79,5 +80,5 @@ def test_no_samples_at_all():
     sequences, plan, arrays = built(lengths, 50, None, True)
     arrays["shuffle_index"] = arrays["shuffle_index"][:0]
     plan = plan_epochs(4, 50, None)
-    arrays["sample_index"] = build_sample_index(lengths, arrays["document_index"], plan)
+    (arrays["sample_index"],) = build_sample_index(lengths, arrays["document_index"], plan)
     assert index_fault(arrays, lengths, sequences, plan) is None

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.indexed_dataset import IndexedDataset, read_index, token_dtype
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset, read_index, token_dtype
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 
 DOCUMENTS = [[[1, 2, 3]], [], [[4], [5, 6]], [[7, 8]]]
@@ -188,7 +188,7 @@ def test_bin_that_shrinks_while_open(corpus):
     """In a process of its own: a signal would end it, an exception is printed."""
     code = (
         "import os, sys\n"
-        "from megatron.core.datasets.indexed_dataset import IndexedDataset\n"
+        "from megatron.core.datasets.indexed_dataset_reader import IndexedDataset\n"
         "d = IndexedDataset(sys.argv[1])\n"
         "os.truncate(sys.argv[1] + '.bin', 4)\n"
         "try:\n    d.get(3)\n"

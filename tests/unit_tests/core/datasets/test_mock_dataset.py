@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockCorpus, MockDataset, SampleFormat
+from megatron.core.datasets.gpt_samples import GPTDataset, MockCorpus, SampleFormat
+from megatron.core.datasets.mock_dataset import MockDataset
 
 CORPUS = MockCorpus(9, 10)
 SEQUENCES = range(3, 40)

@@ -10,7 +10,7 @@ import pytest
 from megatron.core.datasets.blend import Blend
 from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset import SampleFormat
+from megatron.core.datasets.gpt_samples import SampleFormat
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 
 _spec = importlib.util.spec_from_file_location(

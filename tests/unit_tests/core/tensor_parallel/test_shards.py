@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.core.param_meta import ParamMeta, Region
 from megatron.core.tensor_parallel.mappings import ALONE
 from megatron.core.tensor_parallel.sink_module import Band, band_regions, even_bands, whole_region
-from megatron.core.transformer.attention import qkv_bands
+from megatron.core.transformer.self_attention import qkv_bands
 
 
 class Rank:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.module import ModelContext
-from megatron.core.transformer.attention import CoreAttention, InferenceCache
+from megatron.core.transformer.self_attention import CoreAttention, InferenceCache
 from tests.harness.tiny_models import GQA, ROPE, SEQ, backward_microbatch, tiny_batch, tiny_config, tiny_model
 
 

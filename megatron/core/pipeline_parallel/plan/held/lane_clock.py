@@ -24,7 +24,8 @@ class Lanes:
 
 
 class LaneClock:
-    """free: when the wire is. busy: its time so far. exposed: what the rank has waited for it. times: of operations by
+    """free: when the wire is. busy: its time so far. exposed: what the rank has waited for it up to the end
+    of its last computation: what it waits for behind that ends no later than the wire is free. times: of operations by
     place in the row, when they begin and end on the wire. moments: with `accesses`, by (place, access) when accesses
     begin, by (place, -1) when the rank goes on behind an operation; empty else."""
 
@@ -38,7 +39,7 @@ class LaneClock:
         accesses: bool = False,
     ) -> None:
         self.units, self.lanes, self.durations = units, lanes, durations
-        self.free, self.busy, self.exposed = begin, 0.0, 0.0
+        self.free, self.busy, self.exposed, self._waited = begin, 0.0, 0.0, 0.0
         self.times: dict[int, tuple[float, float]] = {}
         self.moments: dict[tuple[int, int], float] = {}
         self._notes = accesses
@@ -56,6 +57,7 @@ class LaneClock:
     def compute(self, place: int, op: RawOp, clock: float) -> float:
         """When a computation ends that starts at `clock`."""
         duration = self.durations[op[0]][op[1]]
+        self.exposed = self._waited
         if not self._pending and self.free <= clock:
             self._under.clear()  # all through: else a later reduction of this unit would be waited for with an old one
             if not self._notes:
@@ -75,6 +77,7 @@ class LaneClock:
                 self.moments[place, access] = clock
             clock += use.share * duration
         pending.clear()
+        self.exposed = self._waited
         if self._notes:
             self.moments[place, -1] = clock
         return clock
@@ -124,6 +127,6 @@ class LaneClock:
 
     def _wait(self, clock: float, end: float) -> float:
         if end > clock:
-            self.exposed += end - clock
+            self._waited += end - clock
             clock = end
         return clock

@@ -8,7 +8,7 @@ whole at rest, none of them are transient.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan import ir
@@ -48,12 +48,16 @@ class Held(NamedTuple):
 @dataclass
 class Moves:
     """What a row's collectives move: gathers and reductions over the ranks that share states, sums and gathers over
-    instances. Gathers that open a row are counted in it, as if weights had changed since the last one."""
+    instances."""
 
     gathers: Moved = NOTHING
     reductions: Moved = NOTHING
     outer_sums: Moved = NOTHING
     outer_gathers: Moved = NOTHING
+
+    def __add__(self, other: Moves) -> Moves:
+        names = [field.name for field in fields(self)]
+        return Moves(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 def walk_row(
@@ -64,14 +68,17 @@ def walk_row(
     *,
     forward_only: bool = False,
     boundaries: bool = False,
+    weights_changed: bool = True,
 ) -> RowWalk:
-    """Walk one rank's row. costs: of activations, none without. boundaries: list every one of them.
+    """Walk one rank's row. costs: of activations, none without. boundaries: list every one of them. weights_changed:
+    since the last row; else what is gathered once behind each step of the optimizer moves nothing.
 
     Raises PlanError naming rank, place and operation where weights are read that are not gathered (V1), gathered twice,
     freed in use or left gathered (V2), where a reduction has nothing to sum, comes too early or is missing (V3), and
     where sums over instances do not follow each unit's last reduction, once (V11).
     """
     walk = RowWalk(row, units, residency, forward_only=forward_only, every=boundaries)
+    walk.weights_changed = weights_changed
     walk.run(costs)
     return walk
 
@@ -93,9 +100,10 @@ def grouping_of(
 class RowWalk:
     """What a rank moves and holds in a row, once it was walked.
 
-    peak: the boundary with the largest total. most: the most of each kind, whenever. most_transient: the most of
-    weights and gradients together. boundaries: all of them, where `every` one is asked for. `groups` see below.
-    Methods of single units say what is wrong, or nothing.
+    peak: the boundary with the largest total. fullest: that with the most weights and gradients together. most: the
+    most of each kind, whenever. boundaries: all of them, where `every` one is asked for. repeated: the moves that are
+    made once more where the step before is taken back. `groups` see below. Methods of single units say what is wrong,
+    or nothing.
     """
 
     def __init__(
@@ -108,8 +116,9 @@ class RowWalk:
         every: bool = False,
     ) -> None:
         self.row, self.units, self.residency, self.forward_only = row, units, residency, forward_only
-        self.moves, self.boundaries, self.most_transient = Moves(), list[Held](), 0
-        self.peak = self.most = Held(-1, -1, 0, 0, 0, 0.0)
+        self.moves, self.repeated, self.boundaries = Moves(), Moves(), list[Held]()
+        self.weights_changed = True
+        self.peak = self.fullest = self.most = Held(-1, -1, 0, 0, 0, 0.0)
         self._every, self._peak_total = every, 0.0
         self._activation, self._gathered, self._gradients = 0.0, 0, WholeGradients(units)
         self._groups: list[list[dict[int, int]]] = [[] for _ in range(len(units))]
@@ -131,6 +140,11 @@ class RowWalk:
         """By number of the unit, for each REDUCE how many microbatches of each stage it summed up."""
         return tuple(map(tuple, self._groups))
 
+    @property
+    def most_transient(self) -> int:
+        """The most of weights and gradients together."""
+        return self.fullest.transient
+
     def run(self, costs: CostModel | None = None) -> None:
         """Walk the row. costs: of activations."""
         forward_only, last = self.forward_only, len(self.row) - 1
@@ -141,6 +155,8 @@ class RowWalk:
                 self._compute(place, op, inside, during, after)
             elif IS_DATA_PARALLEL[op[0]]:
                 self._lane(place, op, -1)
+            elif op[0] == ir.Kind.VALIDATE:
+                self.repeated = self._gathers_before(place)
             elif op[0] == ir.Kind.STEP or (op[0] == ir.Kind.SEND_STATE and op[6] > self.units.rank):
                 self._all_through(place)
         self._all_through(last)
@@ -220,6 +236,16 @@ class RowWalk:
                 raise self._wrong(place, wrong)
         self._note(place, access)
 
+    def _gathers_before(self, place: int) -> Moves:
+        """Of the new weights."""
+        before = RowWalk((), self.units, self.residency)
+        for op in (one for one in self.row[:place] if one[0] == ir.UNSHARD):
+            numbers = self.units.of[op[1]]
+            for unit in numbers if op[4] < 0 else numbers[op[4] : op[5]]:
+                before._readable.discard(unit)
+                before._unshard(unit)
+        return before.moves
+
     def _unshard(self, unit: int) -> str:
         size, moves = self.units.weight_bytes[unit], self.moves
         if not self._gathers:
@@ -231,9 +257,10 @@ class RowWalk:
         self._readable.add(unit)
         if self._weights_sharded:
             self._gathered += size
-        if self.residency.ways > 1:
+        if self.residency.ways > 1 and (self._weights_sharded or self.weights_changed):
             moves.gathers += Moved(1, size)
-        if self.residency.outer_optimizer and self.residency.outer > 1 and unit not in self._gathered_before:
+        over_instances = self.residency.outer_optimizer and self.residency.outer > 1
+        if over_instances and self.weights_changed and unit not in self._gathered_before:
             moves.outer_gathers += Moved(1, self.units.unit(unit).outer_weight_bytes)
         self._gathered_before.add(unit)
         return ""
@@ -303,7 +330,8 @@ class RowWalk:
         if transient + activation > self._peak_total:
             self.peak = Held(place, access, gathered, gradients, under_way, activation)
             self._peak_total = transient + activation
-        self.most_transient = max(self.most_transient, transient)
+        if transient > self.fullest.transient:
+            self.fullest = Held(place, access, gathered, gradients, under_way, activation)
         if gathered > most[2] or gradients > most[3] or under_way > most[4] or activation > most[5]:
             transients = (max(gathered, most[2]), max(gradients, most[3]), max(under_way, most[4]))
             self.most = Held(-1, -1, *transients, max(activation, most[5]))

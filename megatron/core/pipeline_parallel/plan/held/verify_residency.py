@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts, rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, PlannedResidency, Residency
+from megatron.core.words import size_text
 
 
 def verify_residency(
@@ -103,7 +104,8 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
     if residency.limit is not None and uses.units.shard_bytes + held.total > residency.limit[rank]:
         total = uses.units.shard_bytes + held.total
         raise PlanError(
-            f"rank {rank}, place {held.place}: {total:.0f} bytes are held, the limit is {residency.limit[rank]:.0f}"
+            f"rank {rank}, place {held.place}: {size_text(total)} are held, the limit is "
+            f"{size_text(residency.limit[rank])}"
         )
     if residency.policy in ("step", "backward") or (
         residency.policy == "budget" and residency.budget is None

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import B, PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, costs_of, peaks_of
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.joint import joint
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
+    Figures,
+    bubble_rate,
+    costs_of,
+    peaks_of,
+    slowest_pipeline,
+)
+from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.words import between, plain, share_text, size_text
 
 
 @dataclasses.dataclass(frozen=True)
 class Bubbles:
-    """Of one step of a pipeline, as shares of its time. planned: of its plan, by the newest costs."""
+    """The bubbles of one step, of the pipeline that took the longest (`waiting_share`): whoever says a measured step's
+    bubbles has them from here. planned: of the plan that ran, simulated with the step's own costs, the median of each
+    computation of each stage. measured: by the clock, so that late messages, other ranks and a busy core are in it."""
 
     iteration: int
     planned: float
     measured: float
 
+    @classmethod
+    def of(cls, figures: Sequence[Figures], plan: Plan, lanes: Lanes | None) -> Bubbles | None:
+        """figures: of one step, of any ranks; None where no pipeline is complete. lanes: in ns."""
+        ranks = slowest_pipeline(figures)
+        if not ranks:
+            return None
+        planned = simulate(plan, costs_of(ranks, plan.placement), lanes).bubble_rate
+        steps = [one["steps"][-1] for one in ranks]
+        measured = bubble_rate((span, busy) for _, span, busy in steps)
+        return cls(steps[0][0], max(0.0, planned), measured)  # sums of times are rounded
+
     def lines(self) -> list[str]:
         """After the iteration line of a pipeline with more than one rank."""
         return [
-            f" pipeline bubble of iteration {self.iteration}: planned {100 * self.planned:.2f}%, "
-            f"measured {100 * self.measured:.2f}%"
+            f" pipeline bubble of iteration {self.iteration}: planned {share_text(self.planned, 2)}, "
+            f"measured {share_text(self.measured, 2)}"
         ]
 
     def scalars(self) -> dict[str, float]:
@@ -68,25 +92,26 @@ class MeasuredPlan:
             f" > pipeline {'solved again' if self.solved else 'measured'} after iteration {self.iteration} "
             f"(iterations {self.first_iteration}-{self.iteration}): "
             f"{', '.join(f'{name} {_range(values)}' for name, values in times)} ms a stage, a transfer "
-            f"{self.comm_ms:.3f} ms; planned bubble {100 * self.planned_bubble_before:.2f}%"
+            f"{plain(self.comm_ms)} ms; planned bubble {share_text(self.planned_bubble_before, 2)}"
         )
         if self.kept is not None:
             return f"{text}; {self.schedule} {self.hash[:12]} stays: {self.kept}"
         where = f", saved as {self.path}" if self.path is not None else ", not saved: that takes --save"
-        return f"{text} -> {100 * self.planned_bubble:.2f}%, {self.schedule} {self.hash[:12]}{where}"
+        return f"{text} -> {share_text(self.planned_bubble, 2)}, {self.schedule} {self.hash[:12]}{where}"
 
     def in_short(self) -> str:
         """The same for a person."""
         steps = f"{self.first_iteration}-{self.iteration}"
-        found = f" > pipeline: bubble {self.planned_bubble_before:.1%} by costs measured in steps {steps}"
+        found = (
+            f" > pipeline: bubble {share_text(self.planned_bubble_before)} by costs measured in steps {steps}"
+        )
         return f"{found}; " + (
-            "plan stays" if self.kept is not None else f"new plan: {self.planned_bubble:.1%}"
+            "plan stays" if self.kept is not None else f"new plan: {share_text(self.planned_bubble)}"
         )
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
-    return low if low == high else f"{low}-{high}"
+    return between([*map(plain, (min(values), max(values)))])
 
 
 _NS_PER_MS = 1e6
@@ -100,15 +125,16 @@ def replanned(
     *,
     splits: bool,
     lanes: LaneCosts | None,
+    alike: Sequence[ScheduleSpec] = (),
 ) -> tuple[ScheduleSpec, CostModel, tuple[str, ...], MeasuredPlan]:
     """What comes of figures of a run: what to run from now on, costs as measured, reasons of `auto`, and what log and
     record say of it.
 
     iteration: the last one that was measured. num_microbatches: of a step now, and the most of a later one. For the
-    rest see `solve_again`."""
+    rest see `solve_again`. Raises RankLimitError where nothing keeps to the limit of all that a rank holds."""
     costs, (now, most) = measured_costs(figures, spec), num_microbatches
-    again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
-    before, after = (planned_bubble(one, now, costs, lanes) for one in (spec, again))
+    again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes, alike=alike)
+    before, after = (_planned_bubble(one, now, costs, lanes) for one in (spec, again))
     plan = plan_for(again.bare, now, PlanPurpose.TRAIN)
     f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
     told = MeasuredPlan(
@@ -130,14 +156,11 @@ def replanned(
     return again, costs, reasons, told
 
 
-@functools.lru_cache(maxsize=4)
-def planned_bubble(
-    spec: ScheduleSpec, num_microbatches: int, costs: CostModel | None, lanes: LaneCosts | None
+def _planned_bubble(
+    spec: ScheduleSpec, num_microbatches: int, costs: CostModel, lanes: LaneCosts | None
 ) -> float:
-    """Of the plan of so many microbatches. costs, lanes: as measured; without, by the spec's own."""
     plan = plan_for(spec, num_microbatches, PlanPurpose.TRAIN)
-    wire = None if costs is None else spec.with_lanes(lanes)
-    return max(0.0, simulate(plan, costs or spec.costs, wire).bubble_rate)  # sums of times are rounded
+    return max(0.0, simulate(plan, costs, spec.with_lanes(lanes)).bubble_rate)
 
 
 def measured_costs(figures: Sequence[Figures], spec: ScheduleSpec) -> CostModel:
@@ -169,6 +192,7 @@ def solve_again(
     *,
     splits: bool,
     lanes: LaneCosts | None = None,
+    alike: Sequence[ScheduleSpec] = (),
 ) -> tuple[ScheduleSpec, str | None, tuple[str, ...]]:
     """What to run from now on, if it takes less by these costs than what runs, or if that holds too much, and None;
     else what runs, and why it stays. Last, the reasons of `auto`.
@@ -176,10 +200,18 @@ def solve_again(
     lanes: what operations of data parallelism take; where a plan has some, computations and these are chosen again, of
     a fixed order these alone. Which microbatches a reduction sums up stays as it is, by the spec's groupings.
 
+    alike: of a run under a limit of all that a rank holds, what there is to choose from on the same stages. Where the
+    plan that runs breaks the limit by what was measured, the choice is made again. Raises RankLimitError where nothing
+    keeps to it.
+
     most_microbatches: of a later step, when the batch is ramped up; the schedule has to fit there too. splits: whether
     the model's backwards can be split, for `auto` that runs a schedule of whole ones. Layers stay where they are. Pure:
     ranks that are given the same costs come to the same plan.
     """
+    sizes = num_microbatches, most_microbatches
+    if (over := _over_rank_limit(spec, costs, sizes)) is not None:
+        possible = [one for one in alike if splits or not one.row.splits]
+        return _chosen_again(spec, costs, sizes, lanes, possible, over)
     if not spec.reads_costs and (lanes is None or spec.file is not None):
         fixed = f"{spec.schedule} is a fixed order" if spec.file is None else "a file says what is run"
         return spec, fixed, ()
@@ -206,5 +238,64 @@ def solve_again(
     if better or (over_limit(before, again.limits) and not over_limit(after, again.limits)):
         return again, None, again.reasons
     share = after.cost / before.cost - 1 if before.cost else 0.0
-    longer = f"{100 * share:.2f}% more" if share > TOLERANCE else "as long"
+    longer = f"{share_text(share, 2)} more" if share > TOLERANCE else "as long"
     return spec, f"a new one would take {longer}", again.reasons
+
+
+class RankLimitError(PlanError):
+    """By what was measured, nothing that a run can still choose keeps to --rank-memory-limit."""
+
+
+class _Over(NamedTuple):
+    """A rank that holds more than it may, by estimated activations and by measured ones."""
+
+    rank: int
+    planned: float
+    measured: float
+    limit: float
+
+
+def _over_rank_limit(spec: ScheduleSpec, costs: CostModel, sizes: Sequence[int]) -> _Over | None:
+    """Of the plans that run, the rank that is the most over its limit, by measured costs."""
+    if spec.residency is None or spec.residency.limit is None:
+        return None
+    found = []
+    for plan in (plan_for(spec, size, PlanPurpose.TRAIN) for size in dict.fromkeys(sizes)):
+        peaks = (peak_bytes(dataclasses.replace(spec, costs=one), plan) for one in (spec.costs, costs))
+        every = zip(*peaks, spec.residency.limit, strict=True)
+        found += [_Over(rank, *one) for rank, one in enumerate(every)]
+    worst = max(found, key=lambda one: one.measured / one.limit)
+    return worst if worst.measured > worst.limit * (1 + TOLERANCE) else None
+
+
+def _chosen_again(
+    spec: ScheduleSpec,
+    costs: CostModel,
+    sizes: tuple[int, int],
+    lanes: LaneCosts | None,
+    alike: Sequence[ScheduleSpec],
+    over: _Over,
+) -> tuple[ScheduleSpec, None, tuple[str, ...]]:
+    """By the chooser of the start; shards stay as they are cut."""
+    candidates = [
+        dataclasses.replace(
+            spec.under(costs, lanes),
+            schedule=one.schedule,
+            group_size=one.group_size,
+            limits=None,
+            limit_in_stages=None,
+            reasons=(),
+        )
+        for one in alike
+    ]
+    try:
+        best, reasons = joint(candidates, sizes[0])
+        plan_for(best.spec, sizes[1], PlanPurpose.TRAIN)
+    except PlanError as error:
+        raise RankLimitError(
+            f"--rank-memory-limit {over.limit:.0f}: pipeline rank {over.rank} holds {size_text(over.measured)} by "
+            f"measured activations, and was planned to hold {size_text(over.planned)} by estimated ones. Nothing else "
+            f"on these stages keeps to the limit: {error}. Give --rank-memory-limit {math.ceil(over.measured)} or "
+            "more, smaller microbatches, or each rank fewer layers"
+        ) from None
+    return best.spec, None, reasons

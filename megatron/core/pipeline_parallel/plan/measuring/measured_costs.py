@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, Plan, Row, W
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.simulate import waiting_share
 
 Times = Sequence[float | None]  # by global stage, None where it has no such computation
 
@@ -181,21 +182,21 @@ def bubble_rate(steps: Iterable[tuple[int, int]]) -> float:
     (the longest of all ranks - the computing of the busiest one) / the longest, as for a planned one.
     """
     spans, busy = zip(*steps, strict=True)
-    return max(0.0, (max(spans) - max(busy)) / max(spans)) if max(spans) else 0.0
+    return max(0.0, waiting_share(max(spans), max(busy)))
 
 
-def measured_bubbles(figures: Sequence[Figures]) -> dict[int, float]:
-    """Iteration -> the bubble rate of the slowest pipeline in it, for iterations that all ranks of it have told of."""
-    steps: dict[tuple[int, tuple[int, ...]], dict[int, tuple[int, int]]] = defaultdict(dict)
+def slowest_pipeline(figures: Sequence[Figures]) -> list[Figures]:
+    """Of one step's figures, those of the pipeline that took the longest, of those that all ranks have told of; by
+    rank, empty where there is none."""
+    pipelines: dict[tuple[int, ...], dict[int, Figures]] = defaultdict(dict)
     for one in figures:
-        for iteration, span, busy in one["steps"]:
-            steps[iteration, tuple(one["pipeline"])][one["rank"]] = (span, busy)
-    slowest: dict[int, list[tuple[int, int]]] = {}
-    for (iteration, pipeline), ranks in sorted(steps.items()):
-        step = list(ranks.values())
-        if len(step) == len(pipeline) and max(step)[0] > max(slowest.get(iteration, [(-1, 0)]))[0]:
-            slowest[iteration] = step
-    return {iteration: bubble_rate(step) for iteration, step in slowest.items()}
+        pipelines[tuple(one["pipeline"])][one["rank"]] = one
+    whole = [
+        [ranks[rank] for rank in sorted(ranks)]
+        for pipeline, ranks in sorted(pipelines.items())
+        if len(ranks) == len(pipeline)
+    ]
+    return max(whole, key=lambda ranks: max(span for one in ranks for _, span, _ in one["steps"]), default=[])
 
 
 def peaks_of(figures: Sequence[Figures], num_ranks: int) -> tuple[int, ...]:

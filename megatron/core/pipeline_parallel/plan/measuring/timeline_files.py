@@ -5,7 +5,8 @@ file, and comes again where the rank goes on with another plan:
 
     {"version": 1, "plan": SHA-256, "schedule": "1f1b", "placement": {"kind": ..., "ranks": ..., "chunks": ...},
      "num_microbatches": 8, "bitwise": true, "forward_only": false, "rank": place in the pipeline,
-     "pipeline": [world ranks], "stages": [global stages], "num_ops": length of the row, "clock_unix_s": ...}
+     "pipeline": [world ranks], "stages": [global stages], "num_ops": length of the row, "clock_unix_s": ...,
+     "link_ns": of a message on the slowest of the rank's links}
 
 Where a row has operations of data parallelism, "residency" is what the plan was made for, "at_rest" the bytes that the
 rank holds between steps, and the pipeline's first rank has "lanes": the units of all stages, what they are cut by, and
@@ -77,6 +78,7 @@ _HEADER = {
     "stages": schema.array(schema.integer()),
     "num_ops": schema.integer(1),
     "clock_unix_s": _SECONDS,
+    "link_ns": schema.optional(schema.integer()),
     "residency": schema.optional(schema.anything),
     "at_rest": schema.optional(schema.integer()),
     "lanes": schema.optional(_LANES),
@@ -103,7 +105,8 @@ class OpTimes:
 class MeasuredStep:
     """One step of one pipeline. pipeline: its world ranks, first stage first. spans: by pipeline rank and place in its
     row, when an operation ran; seconds on one clock, 0 at the first start of any rank in this step. lanes: what gathers
-    and reductions are about, and cost in seconds; None where there are none. at_rest: by pipeline rank, then, bytes."""
+    and reductions are about, and cost in seconds; None where there are none. at_rest: by pipeline rank, then, bytes.
+    link_ns: by pipeline rank, what a message takes."""
 
     iteration: int
     pipeline: tuple[int, ...]
@@ -111,6 +114,7 @@ class MeasuredStep:
     lanes: Lanes | None
     spans: tuple[tuple[OpTimes, ...], ...]
     at_rest: tuple[int, ...] | None
+    link_ns: tuple[int, ...] = ()
 
 
 def file_name(world_rank: int) -> str:
@@ -125,8 +129,10 @@ def header_line(
     clock_unix_s: float,
     lanes: Lanes | None = None,
     at_rest: int = 0,
+    link_ns: int = 0,
 ) -> str:
-    """Opens what a rank writes about a plan. rank: its place in the pipeline. lanes: in ns. at_rest: its bytes."""
+    """Opens what a rank writes about a plan. rank: its place in the pipeline. lanes: in ns. at_rest: its bytes.
+    link_ns: of a message."""
     placement = plan.placement
     stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
     content = {
@@ -142,6 +148,7 @@ def header_line(
         "stages": stages,
         "num_ops": len(plan.rows[rank]),
         "clock_unix_s": clock_unix_s,
+        "link_ns": link_ns,
     }
     if plan.residency is not None:
         content |= {"residency": plan.residency.as_json(), "at_rest": at_rest}
@@ -157,10 +164,10 @@ def op_lines(row: tuple[RawOp, ...]) -> list[str]:
     has_lane = any(ir.IS_DATA_PARALLEL[op[0]] for op in row)
     for op in row:
         pair = f', "pair": {op[7]}' if op[7] >= 0 and "#" not in ir.op_text(op) else ""
-        lane = ', "lane_s": %.7f' if has_lane and ir.IS_COMPUTE[op[0]] else ""
+        lane = ', "lane_s": %.9f' if has_lane and ir.IS_COMPUTE[op[0]] else ""
         lines.append(
             f'{{"iteration": %d, "op": "{ir.op_text(op)}"{pair}, '
-            f'"start_s": %.7f, "end_s": %.7f, "wait_s": %.7f{lane}}}\n'
+            f'"start_s": %.9f, "end_s": %.9f, "wait_s": %.9f{lane}}}\n'
         )
     return lines
 
@@ -203,7 +210,8 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
         begin = min(part.spans[0].start_s for part in parts if part.spans)
         spans = tuple(tuple(_since(begin, one) for one in part.spans) for part in parts)
         at_rest = None if lanes is None else tuple(part.header.get("at_rest", 0) for part in parts)
-        read.append(MeasuredStep(iteration, pipeline, plan, lanes, spans, at_rest))
+        links = tuple(part.header.get("link_ns", 0) for part in parts)
+        read.append(MeasuredStep(iteration, pipeline, plan, lanes, spans, at_rest, links))
     return read
 
 

@@ -130,6 +130,11 @@ class PlanSearch:
             raise self.refused
         return self.best[1]
 
+    @functools.cached_property
+    def over(self) -> list[float]:
+        """By rank, bytes that the plan's own order holds beyond the limit at least."""
+        return self.maker.over(self.plan, self.reserves[-1])
+
     # What is tried, in order -----------------------------------------------------------------------------
 
     def _look(self) -> Choice:

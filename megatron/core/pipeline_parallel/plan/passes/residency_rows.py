@@ -48,6 +48,14 @@ class Reserve(NamedTuple):
     reduced_first: bool = False
 
 
+class TooFullError(PlanError):
+    """A rank holds more than it may, by `over` bytes."""
+
+    def __init__(self, rank: int, limit: float, over: float) -> None:
+        super().__init__(f"rank {rank} holds {size_text(limit + over)}, the limit is {size_text(limit)}")
+        self.over = over
+
+
 @dataclasses.dataclass(eq=False)
 class RowMaker:
     """Makes plans that differ in what the search chooses. Of small plans the rows that were made are kept, or why there
@@ -63,7 +71,7 @@ class RowMaker:
     def __post_init__(self) -> None:
         self.units = rank_units(self.plan.placement, self.stages)
         self._uses: dict[tuple[int, Row], RowUses] = {}
-        self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups] | str] = {}
+        self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups] | PlanError] = {}
 
     def uses(self, rank: int, row: Row) -> RowUses:
         """When a row uses which units."""
@@ -87,12 +95,24 @@ class RowMaker:
             try:
                 found = self._row(self.uses(rank, row), reserve)
             except PlanError as error:
-                found = str(error)
+                found = error
             if self.plan.num_ops <= _KEPT_OPERATIONS:
                 self._rows[rank, row, reserve] = found
-        if isinstance(found, str):
-            raise PlanError(found)
+        if isinstance(found, PlanError):
+            raise found.with_traceback(None)
         return found
+
+    def over(self, order: Plan, reserve: Reserve) -> list[float]:
+        """By rank, bytes by which its row is over the limit. Raises PlanError for what cannot be at all."""
+
+        def over(rank: int, row: Row) -> float:
+            try:
+                self._kept_row(rank, row, reserve)
+            except TooFullError as error:
+                return error.over
+            return 0.0
+
+        return [over(rank, row) for rank, row in enumerate(order.rows)]
 
     def merit(self, planned: Plan) -> Merit:
         assert self.lanes is not None, "nothing says what gathers take"
@@ -173,8 +193,7 @@ class RowMaker:
                 kept, held = least, self._gradients(uses, least, reserve)
         beyond = max(over(held), default=0.0)
         if beyond > 0:
-            held_in_all = size_text(asked.limit[rank] + beyond)
-            raise PlanError(f"rank {rank} holds {held_in_all}, the limit is {size_text(asked.limit[rank])}")
+            raise TooFullError(rank, asked.limit[rank], beyond)
         bound = [one - more for one, more in zip(free, held, strict=True)]
         if asked.budget is not None:
             grads = bytes_kept(count, kept, weights=False)

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, Plan, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.words import counted, plain
 
 Order = list[list[int]]
 
@@ -72,8 +73,9 @@ def check_limits(name: str, problem: OrderProblem) -> None:
         least = problem.costs.least_activation(stages)
         if limit < least - slack(least):
             raise PlanError(
-                f"{name}: rank {rank} may hold {limit:g} of activations, and no order can do with less than {least:g},"
-                f" one microbatch of its {len(stages)} stage{'s' * (len(stages) > 1)}; raise --pipeline-memory-limit or"
+                f"{name}: rank {rank} may hold {plain(limit)} of activations, and no order can do with less than "
+                f"{plain(least)},"
+                f" one microbatch of its {counted(len(stages), 'stage')}; raise --pipeline-memory-limit or"
                 " give the rank fewer layers"
             )
 

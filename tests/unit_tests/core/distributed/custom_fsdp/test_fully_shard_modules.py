@@ -126,7 +126,13 @@ def frozen_parameters(ctx) -> None:
             assert calls(found.traffic)["reduce_scatter"] == 2, found.traffic  # one unit, two microbatches
 
 
-def shared_parameters_declared_as_one_unit(ctx) -> None:
+def shared_parameters_are_one_unit(ctx) -> None:
+    """Named together, or found to share."""
+    for units in ([Block], ["Block", ("embed", "head")]):
+        _tied_parity(ctx, units)
+
+
+def _tied_parity(ctx, units: list) -> None:
     for strategy in STRATEGIES:
         for microbatches in (2,):
             for double_buffer in (False, True):
@@ -134,14 +140,16 @@ def shared_parameters_declared_as_one_unit(ctx) -> None:
                     ctx,
                     lambda: Tied().double(),
                     token_loss,
-                    units=[Block, ("embed", "head")],
+                    units=units,
                     ga=microbatches,
                     data_parallel_sharding_strategy=strategy,
                     fsdp_double_buffer=double_buffer and "grads" in strategy,
                 )
-    assert calls(found.traffic)["all_gather"] == 2 * (1 + 2 + 2 + 2), found.traffic  # tied: once a microbatch
     names = [unit.name for unit in found.model.engine.units]
-    assert "embed+head" in names, names
+    together = "embed+norm+head" if units == [Block] else "embed+head"
+    assert together in names, names
+    gathers = 1 + 2 + 2 + 2 * (units != [Block])  # tied: once; blocks twice; the norm by itself twice
+    assert calls(found.traffic)["all_gather"] == 2 * gathers, found.traffic
 
 
 class SharedLayer(nn.Module):
@@ -239,7 +247,7 @@ CHECKS_ON_TWO = (
     unused_outputs_modules_and_parameters_on_one_rank,
     whole_units_unused_on_one_rank_where_weights_and_gradients_are_whole,
     frozen_parameters,
-    shared_parameters_declared_as_one_unit,
+    shared_parameters_are_one_unit,
     shared_parameters_of_uneven_shape,
     scalar_empty_and_noncontiguous_parameters,
     nested_and_keyword_inputs_and_outputs,

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.reshard_policy import ReshardPlanError
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
 from megatron.core.distributed.custom_fsdp.step_driver import driver_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
@@ -103,7 +104,7 @@ def an_exception_inside_no_sync(ctx) -> None:
         for name, shard in model.named_parameters():
             start, end = model.engine.buffer.part(name, model.engine.sharding.optimizer)
             expected = plain.get_parameter(name).grad.view(-1)[start:end]
-            torch.testing.assert_close(shard.grad, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(local_part(shard.grad), expected, rtol=1e-12, atol=1e-12)
         assert moved_by(model.engine).get("reduce_scatter", (3, 0))[0] in (1, 3), strategy
 
 
@@ -121,9 +122,14 @@ def by_new_data(model: nn.Module) -> None:
 
 
 def by_vector(model: nn.Module) -> None:
-    flat = torch.nn.utils.parameters_to_vector(model.parameters())
-    grads = torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
-    torch.nn.utils.vector_to_parameters((flat - 0.1 * grads).detach(), model.parameters())
+    """Of whole values, which every rank has: of sharded parameters nobody has a vector."""
+    whole = [p.detach() - 0.1 * p.grad for p in model.parameters()]
+    if any(isinstance(p, ShardedTensor) for p in whole):
+        with pytest.raises(ModelError, match=r"cat of '.*weight' .*needs the whole tensor.*full_state_dict"):
+            torch.nn.utils.parameters_to_vector(model.parameters())
+        whole = [p.full_tensor() for p in whole]
+    flat = torch.cat([p.flatten() for p in whole])
+    torch.nn.utils.vector_to_parameters(flat, model.parameters())
 
 
 def by_assignment(model: nn.Module) -> None:

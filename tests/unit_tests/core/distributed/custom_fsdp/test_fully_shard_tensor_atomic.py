@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import data_parallel
+from megatron.core.distributed.custom_fsdp.sharded_tensor import local_part
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (
@@ -38,8 +39,8 @@ def trains_as_one_process_and_cuts_no_parameter(ctx) -> None:
             found = check_parity(ctx, net, token_loss, data_parallel_sharding_strategy=strategy)
         shapes = {name: p.shape for name, p in seeded(net).named_parameters()}
         for shard, name in zip(found.model.parameters(), found.model.engine.buffer.names, strict=True):
-            assert shard.numel() in (0, shapes[name].numel()), (name, shard.shape)
-        held = torch.tensor([shard.numel() for shard in found.model.parameters()])
+            assert shard.to_local().numel() in (0, shapes[name].numel()), (name, shard)
+        held = torch.tensor([shard.to_local().numel() for shard in found.model.parameters()])
         torch.distributed.all_reduce(held)
         assert held.tolist() == [shape.numel() for shape in shapes.values()], "each on one rank"
 
@@ -50,9 +51,10 @@ def an_optimizer_of_whole_matrices_is_that_of_one_process(ctx) -> None:
     def orthogonal(model: nn.Module, shapes: dict[str, torch.Size]) -> None:
         for name, parameter in model.named_parameters():
             shape = shapes[name.replace("/", ".")]
-            if parameter.numel() and len(shape) == 2:
-                left, _, right = torch.linalg.svd(parameter.grad.view(shape), full_matrices=False)
-                parameter.data.sub_((left @ right).view_as(parameter), alpha=0.05)
+            own, grad = local_part(parameter), local_part(parameter.grad)
+            if own.numel() and len(shape) == 2:
+                left, _, right = torch.linalg.svd(grad.view(shape), full_matrices=False)
+                own.sub_((left @ right).flatten(), alpha=0.05)
 
     with not_cut():
         model = sharded(ctx, net)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.all_gather_pipeline import UnitState
-from megatron.core.distributed.custom_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver

@@ -43,10 +43,11 @@ def test_names_and_shapes():
         assert list(shards.registered) == [*shards.names, "1.weight"], "frozen ones too"
         assert [shard.requires_grad for shard in shards.registered.values()] == [True, True, True, False]
         for shard, name in zip(shards.current(), shards.names, strict=True):
-            assert shard.dim() == 1
+            assert tuple(shard.shape) == buffer.param_meta[name].global_shape, "as the whole one"
+            assert isinstance(shard, nn.Parameter)
             assert shard.dtype == torch.float32, "main weights"
-            assert shard.data_ptr() == buffer.main_weight_part(name).data_ptr()
-    sizes = [[shard.numel() for shard in sharded(rank)[1].current()] for rank in range(2)]
+            assert shard.to_local().data_ptr() == buffer.main_weight_part(name).data_ptr()
+    sizes = [[shard.to_local().numel() for shard in sharded(rank)[1].current()] for rank in range(2)]
     assert [sum(pair) for pair in zip(*sizes, strict=True)] == [256, 16, 1]
     assert 0 in sizes[0] + sizes[1], "some are empty"
 
@@ -56,8 +57,9 @@ def test_gradients_beside_them_are_those_at_rest():
     for memory in buffer.buckets:
         if memory.main_grads is not None:
             memory.main_grads.fill_(3.0)
-    for shard, grad in shards:
-        assert grad.shape == shard.shape
+    for name, shard, grad in shards:
+        assert shard is shards.registered[name]
+        assert grad.shape == shard.to_local().shape
         assert bool((grad == 3.0).all())
 
 
@@ -69,7 +71,7 @@ def change_in_place(shards: ShardParameters) -> None:
 def change_an_empty_one(shards: ShardParameters) -> None:
     """Other ranks change their part of it: this one has to answer alike."""
     with torch.no_grad():
-        next(shard for shard in shards.current() if not shard.numel()).add_(1.0)
+        next(shard for shard in shards.current() if not shard.to_local().numel()).add_(1.0)
 
 
 def put_new_data(shards: ShardParameters) -> None:
@@ -90,7 +92,7 @@ def step_unheard_by_autograd(shards: ShardParameters) -> None:
 def test_changes_are_told_once(change):
     for rank in range(2):
         _, shards = sharded(rank)
-        if change is change_an_empty_one and all(shard.numel() for shard in shards.current()):
+        if change is change_an_empty_one and all(shard.to_local().numel() for shard in shards.current()):
             continue
         assert not shards.take_changes(), "made is not changed"
         change(shards)
@@ -122,25 +124,29 @@ def test_values_with_memory_of_their_own_come_to_where_the_engine_reads_them():
     first.data = torch.full_like(first, 5.0)
     assert shards.take_changes()
     assert bool((buffer.main_weight_part("0.weight") == 5.0).all())
-    assert first.data_ptr() == buffer.main_weight_part("0.weight").data_ptr()
+    assert first.to_local().data_ptr() == buffer.main_weight_part("0.weight").data_ptr()
 
 
 def test_parameters_that_others_have_registered_are_taken():
     """`load_state_dict(assign=True)` puts new parameters into the module's dict."""
     buffer, shards = sharded()
-    shards.registered["0.weight"] = nn.Parameter(torch.full_like(shards.registered["0.weight"], 7.0))
-    assert shards.current()[0] is shards.registered["0.weight"]
-    assert shards.take_changes()
-    assert bool((buffer.main_weight_part("0.weight") == 7.0).all())
+    for value, given in (
+        (7.0, torch.full_like(shards.registered["0.weight"], 7.0)),
+        (8.0, torch.full((16, 16), 8.0)),
+    ):
+        shards.register("0.weight", nn.Parameter(given))
+        assert shards.current()[0] is shards.registered["0.weight"]
+        assert shards.take_changes()
+        assert bool((buffer.main_weight_part("0.weight") == value).all()), "of a whole one this rank's part"
 
 
 def test_another_shape_or_type_is_refused():
-    for data, told in ((torch.zeros(3), r"\(3,\) of"), (torch.zeros(128).half(), "128.* of torch.float16")):
+    for data, told in ((torch.zeros(3), r"\(3,\) of"), (torch.zeros(16, 16).half(), "of torch.float16")):
         _, shards = sharded()
-        shards.current()[0].data = data
-        with pytest.raises(
-            ModelError, match=rf"the shard of '0.weight' has shape .*{told}.* now.*load_full_state_dict"
-        ):
+        with pytest.raises(ModelError, match=rf"'0.weight' would have shape .*{told}.*keeps both"):
+            shards.current()[0].data = data
+        shards.register("0.weight", nn.Parameter(data[:, :9] if data.dim() > 1 else data))
+        with pytest.raises(ModelError, match=r"parameter '0.weight' has shape .* now.*load_full_state_dict"):
             shards.take_changes()
 
 

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from megatron.core.device import current_device
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.parameter_count import count_parameters, layer_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import split_stages
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.model_config import TransformerConfig

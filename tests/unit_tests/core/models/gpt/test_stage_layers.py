@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.stage_layers import (
     StageLayersError,
     StageSpec,
     layer_map_lines,
     split_stages,
 )
+from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 
 SHORT = {

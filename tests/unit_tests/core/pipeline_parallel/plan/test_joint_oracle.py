@@ -61,12 +61,13 @@ def small(count, draw):
 
 
 def against_the_optimum(total, count, seed):
+    """The choice over the optimum; None where nothing fits."""
     asked = small(count, random.Random(seed))
     try:
         best, _ = joint(asked, total)
     except PlanError:
         assert fastest(asked[0], total, 1e4) is None, (total, count, seed)
-        return
+        return None
     spec, cost = best.spec, best.simulation.cost
     found = fastest(spec, total, cost * (1 + 1e-9))
     assert found is not None, f"{cost} is less than the optimum: {best.plan.rows}"
@@ -74,30 +75,44 @@ def against_the_optimum(total, count, seed):
     assert simulate(optimal, spec.costs, spec.with_lanes(spec.lanes)).cost == pytest.approx(proved, rel=1e-9)
     for plan in (best.plan, optimal):
         assert max(most_held(plan, spec)) <= spec.residency.limit[0]
-    assert cost <= GAPS.get((total, count, seed), 1.01) * proved, (total, count, seed, cost, proved)
+    return cost / proved
+
+
+def held_to(total, count, seed):
+    gap = against_the_optimum(total, count, seed)
+    assert gap is None or gap <= GAPS.get((total, count, seed), 1.01), (total, count, seed, gap)
+
+
+def print_gaps(total, count, first, end):
+    """Settings without a plan are left out."""
+    found = {seed: against_the_optimum(total, count, seed) for seed in range(first, end)}
+    gaps = {seed: gap for seed, gap in found.items() if gap is not None}
+    within = {least: sum(gap <= least for gap in gaps.values()) for least in (1 + 1e-9, 1.01)}
+    print(f"{len(gaps)} settings: {within[1 + 1e-9]} are the optimum, {within[1.01]} within 1 %")
+    print({seed: round(gap, 4) for seed, gap in gaps.items() if gap > 1 + 1e-9})
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_two_microbatches_of_two_units(seed):
-    against_the_optimum(2, 2, seed)
+    held_to(2, 2, seed)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(8, 60))
 def test_more_limits_and_costs_of_two_microbatches(seed):
-    against_the_optimum(2, 2, seed)
+    held_to(2, 2, seed)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_three_microbatches_of_two_units(seed):
-    against_the_optimum(3, 2, seed)
+    held_to(3, 2, seed)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("count", "seeds"), [(2, range(3, 50)), (3, range(9))], ids=str)
 def test_more_of_three_microbatches(count, seeds):
     for seed in seeds:
-        against_the_optimum(3, count, seed)
+        held_to(3, count, seed)
 
 
 def random_candidates(draw):

@@ -1,7 +1,9 @@
-"""200 plans with one thing wrong, of all schedules: verify refuses at least 95 of 100, and the others are harmless."""
+"""Plans with one thing wrong, of all schedules: verify refuses at least 95 of 100, and the others are harmless."""
 
 import functools
+import itertools
 import random
+import zlib
 from collections import Counter
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -16,7 +18,6 @@ from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.plan_mutations import KINDS, mutated
 from tests.harness.unit_stages import asked, model
 
-COUNT = 200
 ASKED = (
     ("optim_grads_params", "memory", {}),
     ("optim_grads_params", "budget", {}),
@@ -45,17 +46,16 @@ def planned(name, number):
 
 
 def mutations():
-    """Seeded: schedules in turn, kinds in turn."""
-    names, made = sorted(SCHEDULES), 0
-    for number in range(10 * COUNT):
-        name, kind = names[number % len(names)], KINDS[(number // len(names)) % len(KINDS)]
-        plan, *facts = planned(name, number)
-        found = mutated(plan, kind, random.Random(number))
-        if found is not None:
-            yield name, kind, plan, *found, *facts
-            made += 1
-            if made == COUNT:
-                return
+    """Seeded by names: a schedule that comes or goes changes nothing about the others'."""
+    for name in SCHEDULES:
+        for turn, kind in itertools.product(range(2), KINDS):
+            first = zlib.crc32(f"{name} {kind} {turn}".encode())
+            for number in range(first, first + 20):  # the first that the plan has something of this kind for
+                plan, *facts = planned(name, number)
+                found = mutated(plan, kind, random.Random(number))
+                if found is not None:
+                    yield name, kind, plan, *found, *facts
+                    break
 
 
 def computed(plan, stages):
@@ -72,24 +72,20 @@ def computed(plan, stages):
 
 
 def test_mutations_are_refused_or_harmless():
-    passed, kinds = [], Counter()
+    passed, made = [], Counter()
     for name, kind, plan, what, wrong, costs, stages, residency in mutations():
-        kinds[kind] += 1
+        made[name, kind] += 1
         try:
             verify(wrong, costs, stages=stages, residency=residency)
         except PlanError:
             continue
-        passed.append(f"{name}, {residency.strategy}, {residency.policy}: {what}")
         # Harmless: messages meet, what is read is gathered, groups are the plan's own; and gradients are added alike.
-        assert computed(wrong, stages) == computed(plan, stages), passed[-1]
-    assert set(kinds) == set(KINDS)
-    # What passes are a receive that is posted earlier than before, and B's and W's that come earlier than before, their
-    # inputs being there: other orders of the same step.
-    assert passed == [
-        "gis, optim, memory: early: rank 2, 2B2 from 47 to 38",
-        "zb-1p, optim, memory: early: rank 2, 2W3[0:1] from 38 to 36",
-        "zbv, optim_grads, memory: early: rank 2, 3RECV_B3@1#33 from 51 to 48",
-        "1f1b-v, optim_grads_params, budget: early: rank 1, 1RECV_B3@2#40 from 81 to 76",
-        "v-half, optim_grads_params, budget: early: rank 2, 3RECV_B4@1#39 from 62 to 61",
-    ]
-    assert len(passed) <= COUNT * 0.05
+        said = f"{name}, {residency.strategy}, {residency.policy}: {what}"
+        assert computed(wrong, stages) == computed(plan, stages), said
+        passed.append((kind, said))
+    # What passes are other orders of the same step: receives, computations and decisions that come earlier than before,
+    # what they need being there, and forwards in another order.
+    assert {kind for kind, _ in passed} <= {"early", "swapped microbatches"}, passed
+    assert {name for name, _ in made} == set(SCHEDULES)
+    assert {kind for _, kind in made} == set(KINDS)
+    assert len(passed) <= made.total() * 0.05, passed

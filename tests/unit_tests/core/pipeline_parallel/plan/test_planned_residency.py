@@ -5,6 +5,7 @@ import json
 
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
+    RankResidency,
     StepMoves,
     StepResidency,
     start_up_lines,
@@ -14,50 +15,57 @@ from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
 MIB = 2**20
 HELD = HeldBytes(at_rest=3 * MIB, gathered=MIB, gradients=MIB // 2, activations=6 * MIB)
-HELD_TEXT = "10.50 MiB (at rest 3.00 MiB, gathered 1.00 MiB, gradients 0.50 MiB, activations 6.00 MiB)"
+HELD_TEXT = "1512 KiB (at rest 3 MiB, gathered 1 MiB, gradients 512 KiB, activations 6 MiB)"
 MOVES = StepMoves(
     24, 1, 0, 0, 45 * MIB, lane_share=0.61, exposed_share=0.032
 )  # of a plan without measured costs
+STATES = dataclasses.replace(HELD, activations=None)
+PLANNED = RankResidency(1, HELD, STATES, 7 * MIB, MOVES)
 STEP = StepResidency(
     120,
-    1,
-    HELD,
-    dataclasses.replace(HELD, gathered=2 * MIB, activations=None),
-    MOVES,
+    PLANNED,
+    dataclasses.replace(STATES, gathered=2 * MIB),
+    8 * MIB,
     dataclasses.replace(MOVES, gathers=23, exposed_share=0.05, step_s=0.4),
 )
 
 
 def test_start_up():
-    line, moved = start_up_lines("zbv", Residency("optim_grads_params", ways=2), 1, HELD, MOVES)
+    line, moved = start_up_lines("zbv", Residency("optim_grads_params", ways=2), PLANNED)
     assert line == (
         " > residency: zbv, optim_grads_params over 2 ranks, policy memory; "
-        f"fullest is pipeline rank 1: {HELD_TEXT}"
+        f"pipeline rank 1 holds the most at once: {HELD_TEXT}"
     )
     assert moved == (
-        " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 3.20%"
+        " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45 MiB, lane busy 61.00%, exposed 3.20%"
     )
-    line, _ = start_up_lines("1f1b", Residency("optim", outer=4, policy="step"), 0, HELD, MOVES)
+    unknown = RankResidency(0, STATES, STATES, None, MOVES)
+    line, _ = start_up_lines("1f1b", Residency("optim", outer=4, policy="step"), unknown)
     assert line.startswith(" > residency: 1f1b, optim over 1 rank in 4 instances, policy step; ")
+    assert "holds the most at once, activations apart, which are not known: 4.5 MiB (at rest" in line
 
 
 def test_instances_are_told_where_there_are_any():
     moves = StepMoves(6, 6, 3, 1, 1024)
-    assert str(moves) == "6 gathers, 6 reductions, 3 HSDP all-gathers, 1 HSDP all-reduce, 1.00 KiB"
+    assert str(moves) == "6 gathers, 6 reductions, 3 HSDP all-gathers, 1 HSDP all-reduce, 1 KiB"
 
 
 def test_each_interval_says_plan_and_measurement():
-    held, moved = STEP.lines()
+    held, activations, moved = STEP.lines()
     assert held == (
-        " residency of iteration 120, pipeline rank 1: planned 4.50 MiB (at rest 3.00 MiB, gathered 1.00 MiB, "
-        "gradients 0.50 MiB); measured 5.50 MiB (at rest 3.00 MiB, gathered 2.00 MiB, gradients 0.50 MiB)"
+        " residency of iteration 120, pipeline rank 1: weights and gradients at once: planned 4.5 MiB (at rest 3 MiB, "
+        "gathered 1 MiB, gradients 512 KiB); measured 5.5 MiB (at rest 3 MiB, gathered 2 MiB, gradients 512 KiB)"
     )
-    with_activations = dataclasses.replace(STEP, measured=HELD)
-    assert f": planned {HELD_TEXT}; measured {HELD_TEXT}" in with_activations.lines()[0]
-    assert with_activations.scalars()["planned-activations-bytes"] == 6 * MIB
+    assert activations == (
+        " activations of iteration 120, pipeline rank 1: at most: planned 7 MiB; measured 8 MiB"
+    )
+    unmeasured = dataclasses.replace(STEP, measured_activations=None)
+    assert unmeasured.lines()[1].endswith(": at most: planned 7 MiB; not measured")
+    unknown = dataclasses.replace(STEP, planned=PLANNED._replace(activations=None))
+    assert [line.split()[0] for line in unknown.lines()] == ["residency", "moves"]
     assert moved == (
-        " moves of iteration 120, pipeline rank 1: planned 24 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, "
-        "exposed 3.20%; measured 23 gathers, 1 reduction, 45.00 MiB, lane busy 61.00%, exposed 5.00% (0.0200 s)"
+        " moves of iteration 120, pipeline rank 1: planned 24 gathers, 1 reduction, 45 MiB, lane busy 61.00%, "
+        "exposed 3.20%; measured 23 gathers, 1 reduction, 45 MiB, lane busy 61.00%, exposed 5.00% (20 ms)"
     )
 
 
@@ -72,6 +80,7 @@ def test_the_record_has_the_same(tmp_path):
         "planned-at-rest-bytes": 3 * MIB,
         "planned-gathered-bytes": MIB,
         "planned-gradients-bytes": MIB / 2,
+        "planned-activations-bytes": 7 * MIB,
         "planned-gathers": 24,
         "planned-reductions": 1,
         "planned-hsdp-all-gathers": 0,
@@ -83,6 +92,7 @@ def test_the_record_has_the_same(tmp_path):
         "measured-at-rest-bytes": 3 * MIB,
         "measured-gathered-bytes": 2 * MIB,
         "measured-gradients-bytes": MIB / 2,
+        "measured-activations-bytes": 8 * MIB,
         "measured-gathers": 23,
         "measured-reductions": 1,
         "measured-hsdp-all-gathers": 0,

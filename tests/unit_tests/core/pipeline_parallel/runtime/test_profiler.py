@@ -10,7 +10,8 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Kind
-from megatron.core.pipeline_parallel.plan.measuring.measured_costs import costs_of, measured_bubbles
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import costs_of
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel.parallel_layers import column_linear
 from megatron.core.weight_grad import WeightGradAccumulator
 from tests.harness.ranks import run_ranks
 from tests.harness.toy_pipeline import ToyChunk, lowered
+from tools.schedules.overlay import figures_of_ranks
 
 SLOW_S = 0.02
 ROWS, WIDTH, LAYERS = 512, 256, 6
@@ -51,10 +53,12 @@ def test_two_ranks_measure_and_come_to_the_same_costs(tmp_path):
         executor = Executor(plan, ps.pp_rank, stages, channel, recorder=recorder)
         for iteration in range(7):
             executor.run(iteration)
+            if iteration == 3:
+                recorder.message_takes(channel.ping())
         recorder.close()
-        return profiler.local_figures(link_ns=channel.ping())
+        return profiler.local_figures(), profiler.figures_of_step(4)
 
-    figures = run_ranks(check, 2)
+    figures, of_step = zip(*run_ranks(check, 2), strict=True)
     assert [[step[0] for step in one["steps"]] for one in figures] == [[3, 4], [3, 4]]
     costs = costs_of(json.loads(json.dumps(figures)), plan.placement)
     assert costs == costs_of(figures[::-1], plan.placement)
@@ -68,9 +72,13 @@ def test_two_ranks_measure_and_come_to_the_same_costs(tmp_path):
         span.busy_s for op, span in zip(plan.rows[1], step.spans[1], strict=True) if IS_COMPUTE[op[0]]
     )
     assert figures[1]["steps"][0][2] == pytest.approx(1e9 * busiest, rel=1e-3, abs=1e5)
-    rates = measured_bubbles(figures)
-    assert sorted(rates) == [3, 4]
-    assert all(0 < rate < 1 for rate in rates.values())
+    # so do both bubbles of a step, whose times are rounded to nanoseconds
+    said = Bubbles.of(json.loads(json.dumps(of_step)), plan, None)
+    step = next(one for one in read_timeline(tmp_path) if one.iteration == 4)
+    written = Bubbles.of(figures_of_ranks(step), step.plan, None)
+    assert (written.iteration, said.iteration) == (4, 4)
+    assert (written.planned, written.measured) == pytest.approx((said.planned, said.measured), abs=5e-5)
+    assert 0 < said.measured < 1
 
 
 class Layers:

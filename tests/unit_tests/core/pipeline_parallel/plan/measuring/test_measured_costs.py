@@ -11,11 +11,11 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     bubble_rate,
     costs_of,
     divide_backwards,
-    measured_bubbles,
     peaks_of,
 )
 from megatron.core.pipeline_parallel.plan.placement import Placement
@@ -117,15 +117,16 @@ def test_bubbles_of_steps_are_those_of_the_simulator():
     plan = lowered("1f1b", 3, 5, comm=0.25)
     real = costs(plan.placement)
     slower = dataclasses.replace(real, comm=0.75)
-    figures = figures_of_run(plan, real, steps=2, ahead_s=(9.0, 1.0, 5.0))
-    rates = measured_bubbles(figures)
-    assert rates == pytest.approx(dict.fromkeys((0, 1), simulate(plan, real).bubble_rate), abs=1e-6)
+    figures = figures_of_run(plan, real, steps=1, ahead_s=(9.0, 1.0, 5.0))
+    found = Bubbles.of(figures, plan, None)
+    expected = pytest.approx(simulate(plan, real).bubble_rate, abs=1e-6)
+    assert (found.planned, found.measured) == (expected, expected)
     # of two pipelines the slower one; an incomplete one says nothing
     figures += figures_of_run(plan, slower, pipeline=(3, 4, 5))
-    rates = measured_bubbles(figures)
-    assert rates[0] == pytest.approx(simulate(plan, slower).bubble_rate, abs=1e-6)
-    assert rates[1] == pytest.approx(simulate(plan, real).bubble_rate, abs=1e-6)
-    assert measured_bubbles(figures[:2]) == {}
+    found = Bubbles.of(figures, plan, None)
+    expected = pytest.approx(simulate(plan, slower).bubble_rate, abs=1e-6)
+    assert (found.planned, found.measured) == (expected, expected)
+    assert Bubbles.of(figures[:2], plan, None) is None
     assert bubble_rate([(100, 60), (90, 80)]) == pytest.approx(0.2)
     assert bubble_rate([(0, 0)]) == 0
 

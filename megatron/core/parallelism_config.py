@@ -98,7 +98,8 @@ class ModelParallelConfig:
     rank_memory_limit: Bytes | Literal["auto"] | None = arg(
         None,
         "what a rank may hold in all, as in 75G: schedule, chunks, groups, sharding and what stays gathered are chosen "
-        "together by it, but for what other flags name; auto: the machine's memory over its ranks",
+        "together by it, but for what other flags name; auto: the memory of the machine, or of the job's control "
+        "group, over the ranks of the host",
         unit="bytes",
         parse=bytes_or_auto,
         ours=True,

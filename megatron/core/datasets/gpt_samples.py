@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from megatron import names_of
 from megatron.core.datasets import index_builders as index
 from megatron.core.datasets.errors import DataError, require_memory
 from megatron.core.datasets.gpt_dataset_config import MOCK_LONGEST_DOCUMENT
-from megatron.core.datasets.index_cache import Arrays, IndexCache
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.held_arrays import Array, Arrays, layout_bytes
+from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 
 Sample = dict[str, NDArray[Any]]
 NO_PAD = -1
@@ -92,7 +94,7 @@ class GPTDataset:
 
     split: "train", "valid" or "test".  requested: samples asked for, None for one epoch; `len` may be more.
     seed: of both shuffles.  identity: what else the order is filed under in the cache (split, tokenizer).
-    cache_folder: where indices are kept; None builds them in memory.
+    cache_folder: where indices are kept, of which samples read pieces; None builds them in memory.
     Raises DataError for a split without tokens, and, on reading, for a token outside the vocabulary.
     """
 
@@ -123,7 +125,7 @@ class GPTDataset:
             drop_last_partial=split != "valid" or sample_format.drop_last_partial_validation_sequence,
         )
         self._seed, self._requested = seed, requested
-        self._require_memory()
+        self._require_memory_of_sample()
         self._arrays = self._indices(identity or {}, cache_folder)
 
     def __len__(self) -> int:
@@ -161,7 +163,7 @@ class GPTDataset:
 
     def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
         if folder is None:
-            return self._build()
+            return {name: np.concatenate(list(blocks)) for name, blocks in self._build()}
         key = {
             "class": type(self).__name__,
             "path_prefix": self.corpus.prefix,
@@ -182,63 +184,91 @@ class GPTDataset:
     def _layouts(self) -> dict[str, index.Layout]:
         return index.index_layouts(self.corpus.lengths, self.sequences, self.plan)
 
-    def _index_bytes(self) -> int:
-        return index.layout_bytes(self._layouts())
-
-    def _fault(self, arrays: Arrays) -> str | None:
+    def _fault(self, arrays: Mapping[str, Array]) -> str | None:
         """What is wrong with arrays that were read from disk."""
         return index.index_fault(arrays, self.corpus.lengths, self.sequences, self.plan)
 
-    def _build(self) -> Arrays:
+    def _build(self) -> Iterator[tuple[str, Iterable[NDArray[Any]]]]:
+        """The arrays one after the other, so that no two that are large are in memory at a time."""
+        self._require_memory_of_index()
         rng = np.random.RandomState(self._seed)
         documents = index.build_document_index(self.sequences, self.plan, rng)
-        return {
-            "document_index": documents,
-            "sample_index": index.build_sample_index(self.corpus.lengths, documents, self.plan),
-            "shuffle_index": index.build_shuffle_index(self.plan, rng),
-        }
+        yield "document_index", [documents]
+        yield "sample_index", index.build_sample_index(self.corpus.lengths, documents, self.plan)
+        del documents
+        yield "shuffle_index", [index.build_shuffle_index(self.plan, rng)]
 
     def _bounds(self, i: int) -> list[list[int]]:
         """Where sample i starts, and where it ends: position in the document order, offset in that document."""
-        k = int(self._arrays["shuffle_index"][i])
+        k = self._shuffled(i)
+        if k >= len(self):
+            raise self._impossible(i)
         return self._arrays["sample_index"][k : k + 2].tolist()
+
+    def _shuffled(self, i: int) -> int:
+        return int(self._arrays["shuffle_index"][i : i + 1][0])
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _require_memory(self) -> None:
-        """Raises DataError for numbers of samples, or lengths of them, that no memory holds."""
-        samples, length = self.plan.num_samples, self.format.sequence_length
-        split = f"{self.corpus.prefix}: split {self.split!r}"
-        require_memory(
-            self._index_bytes(),
-            f"{split}: the index of {samples} samples (--train-samples, or iterations x --global-batch-size) of "
-            f"--seq-length {length}, which go {self.plan.num_epochs} times through the corpus,",
-        )
-        if samples:
+    def _require_memory_of_sample(self) -> None:
+        """Raises DataError for a length of samples that no memory holds."""
+        length = self.format.sequence_length
+        if self.plan.num_samples:
             masks = length * length if self.format.create_attention_mask else 0
-            require_memory(BYTES_PER_TOKEN * length + masks, f"{split}: one sample of --seq-length {length}")
+            size = BYTES_PER_TOKEN * length + masks
+            require_memory(
+                size, f"{self.corpus.prefix}: split {self.split!r}: one sample of --seq-length {length}"
+            )
+
+    def _require_memory_of_index(self) -> None:
+        """The same of numbers of samples, before their order is made."""
+        samples, layouts = self.plan.num_samples, self._layouts()
+        require_memory(
+            max(
+                layout_bytes(layouts[name]) for name in ("document_index", "shuffle_index") if name in layouts
+            ),
+            f"{self.corpus.prefix}: split {self.split!r}: making the index of {samples} samples (--train-samples, or "
+            f"iterations x --global-batch-size) of --seq-length {self.format.sequence_length}, which go "
+            f"{self.plan.num_epochs} times through the corpus,",
+        )
 
     def _pieces(self, i: int) -> list[tuple[int, int, int]]:
         """(sequence, offset, tokens) of each non-empty stretch that sample i is made of."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         (first, offset), (last, last_offset) = self._bounds(i)
+        if not 0 <= first <= last < len(self._arrays["document_index"]):
+            raise self._impossible(i)
         pieces = []
-        for position in range(first, last + 1):
-            sequence = int(self._arrays["document_index"][position])
-            is_last = position == last
-            end = last_offset + self.plan.extra_token if is_last else int(self.corpus.lengths[sequence])
-            if end > offset:
-                pieces.append((sequence, offset, end - offset))
+        sequences = self._arrays["document_index"][first : last + 1].tolist()
+        for sequence in sequences[:-1]:
+            pieces.append((sequence, offset, int(self.corpus.lengths[sequence]) - offset))
             offset = 0
-        return pieces
+        pieces.append((sequences[-1], offset, last_offset + self.plan.extra_token - offset))
+        return [piece for piece in pieces if piece[2] > 0]
+
+    def _check_pieces(self, i: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Raises DataError for what no index says."""
+        lengths, room = self.corpus.lengths, self.format.sequence_length + self.plan.extra_token
+        inside = all(s in self.sequences and at >= 0 and at + n <= lengths[s] for s, at, n in pieces)
+        if not inside or sum(count for _, _, count in pieces) > room:
+            raise self._impossible(i)
+
+    def _impossible(self, i: int) -> DataError:
+        """The files of an index are open for as long as a run lasts."""
+        return DataError(
+            f"{self.corpus.prefix}: split {self.split!r}: the index of sample {i} says what cannot be: its files "
+            "changed while in use; the next start builds them again"
+        )
 
     def _text(self, i: int) -> NDArray[np.int64]:
         """Tokens of sample i, int64 [s + x], padded at the end."""
         length, vocab_size = self.format.sequence_length + self.plan.extra_token, self.format.vocab_size
         text = np.full(length, self.format.pad, dtype=np.int64)
         done = 0
-        for sequence, offset, count in self._pieces(i):
+        pieces = self._pieces(i)
+        self._check_pieces(i, pieces)
+        for sequence, offset, count in pieces:
             tokens = self.corpus.get(sequence, offset, count)
             if vocab_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
                 at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
@@ -250,49 +280,6 @@ class GPTDataset:
             text[done : done + count] = tokens
             done += count
         return text
-
-
-class MockDataset(GPTDataset):
-    """Samples of mock data, in the order that they would have as a corpus.
-
-    A split has millions, of which a run reads some: where one starts is computed when it is read, and as much of their
-    order is kept, on disk too, as was asked for. A read beyond that makes the whole order.
-    """
-
-    def _indices(self, identity: dict[str, object], folder: str | None) -> Arrays:
-        documents = index.build_document_index(self.sequences, self.plan, np.random.RandomState(self._seed))
-        self._ends = np.cumsum(self.corpus.lengths[documents], dtype=np.int64)
-        return {**super()._indices(identity, folder), "document_index": documents}
-
-    def _layouts(self) -> dict[str, index.Layout]:
-        whole = self.plan.num_samples
-        kept = whole if self._requested is None else min(self._requested, whole)
-        return {"shuffle_index": (index.shuffle_index_dtype(self.plan), (kept,))}
-
-    def _index_bytes(self) -> int:
-        ends = 8 * self.plan.num_epochs * len(self.sequences)
-        return ends + index.layout_bytes(super()._layouts())
-
-    def _fault(self, arrays: Arrays) -> str | None:
-        return index.shuffle_fault(arrays["shuffle_index"], self.plan.num_samples)
-
-    def _build(self) -> Arrays:
-        dtype, (kept,) = self._layouts()["shuffle_index"]
-        return {"shuffle_index": self._order()[:kept].copy() if kept else np.empty(0, dtype)}
-
-    def _order(self) -> NDArray[Any]:
-        rng = np.random.RandomState(self._seed)
-        index.build_document_index(self.sequences, self.plan, rng)  # draws first
-        return index.build_shuffle_index(self.plan, rng)
-
-    def _bounds(self, i: int) -> list[list[int]]:
-        if i >= len(self._arrays["shuffle_index"]):
-            self._arrays["shuffle_index"] = self._order()
-        k = int(self._arrays["shuffle_index"][i])
-        starts = self.plan.starts(k, k + 2)
-        positions = np.searchsorted(self._ends, starts, side="right" if self.plan.extra_token else "left")
-        befores = np.where(positions > 0, self._ends[positions - 1], 0)
-        return np.stack([positions, starts - befores], axis=1).tolist()
 
 
 def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_format: SampleFormat) -> Sample:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.tensor_parallel.sink_module import LayerFactory
-from megatron.core.transformer.attention import Angles, InferenceCache, SelfAttention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.feed_forward import MLP
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.self_attention import Angles, InferenceCache, SelfAttention
 
 
 class TransformerLayer(nn.Module):

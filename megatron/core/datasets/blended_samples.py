@@ -13,13 +13,16 @@ segment more. The arithmetic of each step is the rule's own, so the result is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.core.datasets.errors import DataError, require_memory
-from megatron.core.datasets.gpt_dataset import GPTDataset, Sample
+from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.gpt_samples import GPTDataset, Sample
+from megatron.core.datasets.held_arrays import held_in_memory, offer, offered
 
 STEPS_PER_SEGMENT = 1 << 11
 MOST_SEGMENTS = 1 << 10
@@ -27,36 +30,43 @@ LARGEST_BLEND = 2**15 - 1
 
 Counts = NDArray[np.float64]
 Indices = tuple[NDArray[np.int16], NDArray[np.int64]]
-"""Of each blended sample: the member that gives it, and which of the member's samples it is."""
+"""Of consecutive blended samples: the member that gives each, and which of the member's samples it is."""
+TURN = np.dtype([("member", "<i2"), ("sample", "<i8")])
 
 
 class BlendedDataset:
     """A deterministic mixture.
 
     members: at least one.  weights: normalised.  size: samples of the blend; None goes through every member
-    once. Raises DataError where a member is too short for its turns. Turns are kept in memory, 10 bytes a
-    sample; building them takes about a second for 10^7, so they are not cached on disk.
+    once. Raises DataError where a member is too short for its turns. Turns are kept in memory, 10 bytes a sample,
+    once a machine; building them takes about a second for 10^7, so they are not cached on disk.
     """
 
     def __init__(self, members: Sequence[GPTDataset], weights: list[float], size: int | None) -> None:
         self.members, self.weights = list(members), list(weights)
-        turns_taken = sum(map(len, members)) if size is None else size
-        require_memory(10 * turns_taken, f"the turns of {turns_taken} samples of a blend (--train-samples)")
-        if size is None:
-            turns = build_exhaustive_blending_indices([len(member) for member in members])
-        else:
-            turns = build_blending_indices(weights, size)
-        self.member_index, self.sample_index = turns
-        counts = np.bincount(self.member_index, minlength=len(self.members))
-        for member, needed in zip(self.members, counts.tolist(), strict=True):
+        limits = [len(member) for member in members]
+        turns_taken = sum(limits) if size is None else size
+        name = f"the turns of {turns_taken} samples of a blend (--train-samples)"
+        race = exhaustive_race(limits) if size is None else Race(np.array(weights), None, size)
+        key = json.dumps(["blend", [one.hex() for one in weights], limits, size])
+        layout = TURN, (turns_taken,)
+        arrays = offered(key, {"turns": layout})
+        if arrays is None:
+            turns = held_in_memory(name, layout, map(_turns, race.stretches()))
+            arrays = offer(key, {"turns": turns}, is_on_disk=False)
+            self._check_turns(race.taken.tolist())
+        self._turns = arrays["turns"]
+
+    def _check_turns(self, taken: list[float]) -> None:
+        for member, needed in zip(self.members, taken, strict=True):
             if needed > len(member):
                 raise DataError(
-                    f"{member.corpus.prefix}: the blend needs {needed} samples of split {member.split!r}, the dataset "
-                    f"has {len(member)}: raise --mid-level-dataset-surplus"
+                    f"{member.corpus.prefix}: the blend needs {needed:.0f} samples of split {member.split!r}, the "
+                    f"dataset has {len(member)}: raise --mid-level-dataset-surplus"
                 )
 
     def __len__(self) -> int:
-        return len(self.member_index)
+        return len(self._turns)
 
     def __getitem__(self, i: int) -> Sample:
         """Sample i, as the member gives it."""
@@ -76,49 +86,54 @@ class BlendedDataset:
         """Which member gives sample i, and which of its samples that is."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        return int(self.member_index[i]), int(self.sample_index[i])
+        (turn,) = self._turns[i : i + 1]
+        return int(turn["member"]), int(turn["sample"])
 
 
-def build_blending_indices(weights: list[float], size: int) -> Indices:
-    """Turns of `size` samples under normalised weights."""
-    return _Race(np.array(weights, dtype=np.float64), None, size).run()
+def _turns(indices: Indices) -> NDArray[Any]:
+    turns = np.empty(len(indices[0]), TURN)
+    turns["member"], turns["sample"] = indices
+    return turns
 
 
-def build_exhaustive_blending_indices(sizes: list[int]) -> Indices:
+def exhaustive_race(sizes: list[int]) -> Race:
     """Turns until every member is used up: w_j = size_j / total, and a used-up member leaves the race."""
     total = sum(sizes)
-    weights = np.array([size / total for size in sizes], dtype=np.float64)
-    return _Race(weights, np.array(sizes, dtype=np.int64), total).run()
+    weights = np.array([size / max(1, total) for size in sizes], dtype=np.float64)
+    return Race(weights, np.array(sizes, dtype=np.int64), total)
 
 
-class _Race:
+class Race:
     """The rule, for `size` samples. weights: float64 [D].  limits: samples that each member has, int64 [D], None for no
     limit."""
 
     def __init__(self, weights: NDArray[np.float64], limits: NDArray[np.int64] | None, size: int) -> None:
         assert 0 < len(weights) <= LARGEST_BLEND, f"{len(weights)} members, at most {LARGEST_BLEND}"
         self.weights, self.limits, self.size = weights, limits, size
-        self.member, self.sample = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
+        self.taken = np.zeros(len(self.weights), dtype=np.float64)  # so far, of each member
 
-    def run(self) -> Indices:
-        taken = np.zeros(len(self.weights), dtype=np.float64)
+    def stretches(self) -> Iterator[Indices]:
+        """All turns, so many at a time as are walked side by side."""
         stretch = MOST_SEGMENTS * STEPS_PER_SEGMENT
         for start in range(0, self.size, stretch):
             stop = min(self.size, start + stretch)
             first = np.arange(start, stop, STEPS_PER_SEGMENT, dtype=np.int64)
+            self._turns = np.empty(stop - start, dtype=np.int16), np.empty(stop - start, dtype=np.int64)
             begin = self._guess(first)
-            begin[0] = taken
+            begin[0] = self.taken
             end = np.empty_like(begin)
             todo = np.arange(len(first))
             while len(todo):
-                end[todo] = self._walk(first[todo], stop, begin[todo])
+                end[todo] = self._walk(first[todo], start, stop, begin[todo])
                 todo = np.flatnonzero((begin[1:] != end[:-1]).any(axis=1)) + 1
                 begin[todo] = end[todo - 1]
-            taken = end[-1]
-        return self.member, self.sample
+            self.taken = end[-1]
+            yield self._turns
 
-    def _walk(self, first: NDArray[np.int64], stop: int, taken: Counts) -> Counts:
-        """Walk segments side by side from the counts in `taken` [K, D], which become those at their end."""
+    def _walk(self, first: NDArray[np.int64], start: int, stop: int, taken: Counts) -> Counts:
+        """Walk segments of turns [start, stop) side by side from the counts in `taken` [K, D], which become those at
+        their end."""
+        member, sample = self._turns
         last_length = min(STEPS_PER_SEGMENT, stop - int(first[-1]))  # the one before `stop` may be shorter
         active = len(first)
         rows = np.arange(active)
@@ -129,8 +144,8 @@ class _Race:
                     break
             step = first[:active] + offset
             winner = self._winners(step, taken[:active])
-            self.member[step] = winner
-            self.sample[step] = taken[rows[:active], winner]
+            member[step - start] = winner
+            sample[step - start] = taken[rows[:active], winner]
             taken[rows[:active], winner] += 1
         return taken
 

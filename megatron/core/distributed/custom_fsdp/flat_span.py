@@ -1,0 +1,102 @@
+"""Which elements of a parameter a rank holds, who holds the rest, and what operations know of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
+from megatron.core.module import ModelError
+from megatron.core.param_meta import ParamMeta, Region, region_parts, region_slices
+from megatron.core.transport import collectives
+from megatron.core.transport.parallel_state import Group
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatSpan:
+    """Elements [start, end) of a parameter's flattened local tensor.
+
+    groups: the ranks that have the others, one group after the other. tensor_parallel: the last of them, where it holds
+    other rectangles of the parameter. all_have_all: nobody has cut it.
+    """
+
+    meta: ParamMeta
+    start: int
+    end: int
+    groups: tuple[Group, ...] = ()
+    tensor_parallel: Group | None = None
+    all_have_all: bool = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FlatSpan:
+        return self  # copies of a tensor are of the same elements; groups are nobody's to copy
+
+    def agrees(self, other: FlatSpan) -> bool:
+        """Whether the same elements of tensors of one shape are meant."""
+        return other is self or (other.start, other.end) == (self.start, self.end)
+
+    def pieces(self, part: Tensor) -> list[LocalPiece]:
+        """Their rectangles of the whole tensor, as views of `part`, 1-D."""
+        return part_pieces("", self.meta, part, self.start, self.end)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """1-D: this rank's elements of a tensor of the whole shape."""
+        if not self.meta.regions:
+            return whole.reshape(-1)[self.start : self.end]
+        part = whole.new_empty(self.end - self.start)
+        for piece in self.pieces(part):
+            piece.tensor.copy_(whole[_box(piece.offset, piece.tensor)])
+        return part
+
+    def owned(self, part: Tensor) -> Tensor:
+        """1-D: of this rank's elements those that no other tensor parallel rank counts."""
+        if self.tensor_parallel is None:
+            return part
+        own = [
+            one.reshape(-1)
+            for region in self._owned_regions()
+            for one in region_slices(region, self.meta.local_shape, part, self.start, self.end)
+        ]
+        return torch.cat([part[:0], *own])
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole tensor, on every rank. Communicates over the groups."""
+        found = part.new_zeros(self.meta.global_shape)
+        for region in self._owned_regions():
+            for offset, view in region_parts(region, self.meta.local_shape, part, self.start, self.end):
+                found[_box(offset, view)] = view
+        as_bytes = found.view(-1).view(torch.uint8)  # zeros of others change no bit, nor a zero's sign
+        for group in self.groups:
+            collectives.all_reduce(as_bytes, group)
+        return found
+
+    def _owned_regions(self) -> Iterator[Region]:
+        rank = 0 if self.tensor_parallel is None else self.tensor_parallel.rank
+        return (region for region in self.meta.parts if rank % region.copies == 0)
+
+
+def _box(offset: Sequence[int], view: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, view.shape, strict=True))
+
+
+class TensorPart(Tensor):
+    """What operations know of a `ShardedTensor`. local: this rank's part, 1-D. place: which elements these are. dims:
+    its shape, quicker to read."""
+
+    local: Tensor
+    place: FlatSpan
+    dims: tuple[int, ...]
+
+    def again(self, local: Tensor, shape: Sequence[int] | None = None) -> TensorPart:
+        """The same elements of another tensor, of this one's shape unless another is given."""
+        raise NotImplementedError
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """1-D: of a tensor of this one's shape, sharded or whole, this rank's elements."""
+        raise NotImplementedError
+
+    def refusal(self, asked: str) -> ModelError:
+        """asked: what this rank's part is not enough for."""
+        raise NotImplementedError
