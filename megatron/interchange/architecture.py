@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.rectangles import Rectangle
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.fields import Field, FieldError, Json
+from megatron.interchange.fields import Field, Json, SettingError
 from megatron.interchange.moves import Catalogue, Move, Part, all_rows, stacked
 
 
@@ -78,7 +78,7 @@ class Architecture:
         for field in self.fields:
             try:
                 flags |= field.read(json, given)
-            except FieldError as error:
+            except SettingError as error:
                 problems.append(str(error))
         known = {key for field in self.fields for key in field.theirs} | MEANINGLESS
         for key in sorted(json.keys() - known):
@@ -98,7 +98,7 @@ class Architecture:
         try:
             for field in self.fields:
                 json |= field.write(config, vocab_size)
-        except FieldError as error:
+        except SettingError as error:
             raise InterchangeError(f"--model-type {self.model_type}: {error}") from None
         there = self.read(json).config(seq_length=config.seq_length)
         differing = [

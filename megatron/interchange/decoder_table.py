@@ -48,7 +48,7 @@ def decoder(config: TransformerConfig) -> Iterator[Move]:
                 for name, count in (("q", queries), ("k", groups), ("v", groups))
             ]
             if there:
-                yield from grouped_qkv(config, f"{ours}self_attention.linear_qkv.{kind}", *rows, columns)
+                yield from grouped_qkv(config, f"{ours}self_attention.linear_qkv.{kind}", rows, columns)
         output = f"{ours}self_attention.linear_proj."
         yield from whole(f"{output}weight", f"{theirs}self_attn.o_proj.weight", hidden, queries)
         if config.attention_output_bias:

@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 _MISSING = object()
 
 
-class FieldError(ValueError):
+class SettingError(ValueError):
     """A field of config.json that is missing, of another kind, or asks for what the model lacks."""
 
 
@@ -28,36 +28,36 @@ class Field(Protocol):
     def theirs(self) -> tuple[str, ...]: ...
 
     def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Our fields. given: those that the user has given by flags, which count instead. Raises FieldError."""
+        """Our fields. given: those that the user has given by flags, which count instead. Raises SettingError."""
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
-        """Their fields. Raises FieldError where config.json cannot say it."""
+        """Their fields. Raises SettingError where config.json cannot say it."""
 
 
 def integer(json: Json, key: str, default: Any = _MISSING) -> int:
-    """An integer of at least 1; 500000.0 is one. Raises FieldError."""
+    """An integer of at least 1; 500000.0 is one. Raises SettingError."""
     value = json.get(key, default)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise FieldError(f"{key}: expected an integer of at least 1, found {_shown(value)}")
+        raise SettingError(f"{key}: expected an integer of at least 1, found {_shown(value)}")
     return value
 
 
 def number(json: Json, key: str, default: Any = _MISSING) -> float:
-    """A finite number of at least 0. Raises FieldError."""
+    """A finite number of at least 0. Raises SettingError."""
     value = json.get(key, default)
     right = isinstance(value, int | float) and not isinstance(value, bool)
     if not right or not math.isfinite(value) or value < 0:
-        raise FieldError(f"{key}: expected a finite number of at least 0, found {_shown(value)}")
+        raise SettingError(f"{key}: expected a finite number of at least 0, found {_shown(value)}")
     return float(value)
 
 
 def truth(json: Json, key: str, default: Any = _MISSING) -> bool:
-    """Raises FieldError for what is neither true nor false."""
+    """Raises SettingError for what is neither true nor false."""
     value = json.get(key, default)
     if not isinstance(value, bool):
-        raise FieldError(f"{key}: expected true or false, found {_shown(value)}")
+        raise SettingError(f"{key}: expected true or false, found {_shown(value)}")
     return value
 
 
@@ -150,7 +150,7 @@ class KeyValueHeads:
         heads = integer(json, "num_attention_heads")
         groups = heads if json.get("num_key_value_heads") is None else integer(json, "num_key_value_heads")
         if heads % groups:
-            raise FieldError(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+            raise SettingError(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
@@ -170,13 +170,15 @@ class HeadDim:
         stated = json.get("head_dim") is not None
         channels = integer(json, "head_dim") if stated else self.default or split
         if self.fixed and channels != split:
-            raise FieldError(f"head_dim {channels}: this architecture has hidden_size / heads, {split}")
+            raise SettingError(f"head_dim {channels}: this architecture has hidden_size / heads, {split}")
         return {"kv_channels": channels}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         split = config.hidden_size // config.num_attention_heads
         if self.fixed and config.kv_channels != split:
-            raise FieldError(f"--kv-channels {config.kv_channels}: this architecture has h / heads, {split}")
+            raise SettingError(
+                f"--kv-channels {config.kv_channels}: this architecture has h / heads, {split}"
+            )
         return {} if self.fixed else {"head_dim": config.kv_channels}
 
 
@@ -211,7 +213,7 @@ class Only:
     def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
         value = json.get(self.key, self.values[0])
         if not any(type(value) is type(one) and value == one for one in self.values):
-            raise FieldError(f"{self.key} {_shown(value)}: {self.why}")
+            raise SettingError(f"{self.key} {_shown(value)}: {self.why}")
         return {}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class Dropout:
         values = {key: number(json, key, self.default) for key in self.keys}
         if len(set(values.values())) > 1 and "hidden_dropout" not in given:
             told = ", ".join(f"{key} {value}" for key, value in values.items())
-            raise FieldError(f"{told}: one value here, --hidden-dropout: give it")
+            raise SettingError(f"{told}: one value here, --hidden-dropout: give it")
         return {"hidden_dropout": values[self.keys[0]]}
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
@@ -265,7 +267,7 @@ class AttentionBias:
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         if config.add_qkv_bias != config.add_attention_output_bias:
-            raise FieldError(
+            raise SettingError(
                 "attention_bias: --add-qkv-bias needs --add-attention-output-bias in this architecture"
             )
         return {"attention_bias": config.add_qkv_bias}
@@ -286,7 +288,7 @@ class Window:
         window = integer(json, "sliding_window")
         positions = given.get("max_position_embeddings") or integer(json, "max_position_embeddings")
         if positions > window:
-            raise FieldError(
+            raise SettingError(
                 f"sliding_window {window} of {positions} positions: windows are planned, see docs/roadmap.md, "
                 f"'attention windows'; within the window the model is the same: --max-position-embeddings {window}"
             )
@@ -319,11 +321,11 @@ class Rope:
             ours["rope_scaling_factor"] = number(stated, "factor")
             for key, value in _LLAMA3.items():
                 if number(stated, key) != value:
-                    raise FieldError(
+                    raise SettingError(
                         f"{key} {_shown(stated.get(key))}: --use-rope-scaling has {value}, and no flag"
                     )
         elif kind != "default":
-            raise FieldError(f"rope_type {_shown(kind)}: this model has default, linear and llama3")
+            raise SettingError(f"rope_type {_shown(kind)}: this model has default, linear and llama3")
         return ours
 
     def _stated(self, json: Json) -> dict[str, Any]:
@@ -332,7 +334,7 @@ class Rope:
         both = (older | self._table(json, "rope_scaling"), self._table(json, "rope_parameters"))
         for key in both[0].keys() & both[1].keys():
             if both[0][key] != both[1][key]:
-                raise FieldError(
+                raise SettingError(
                     f"{key}: {both[1][key]!r} in rope_parameters, {both[0][key]!r} in the older field"
                 )
         return both[0] | both[1]
@@ -340,18 +342,18 @@ class Rope:
     def _table(self, json: Json, key: str) -> dict[str, Any]:
         table = json.get(key) or {}
         if not isinstance(table, Mapping):
-            raise FieldError(f"{key}: expected an object, found {_shown(table)}")
+            raise SettingError(f"{key}: expected an object, found {_shown(table)}")
         return dict(table)
 
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         if config.position_embedding_type != "rope" or config.rotary_interleaved:
-            raise FieldError(
+            raise SettingError(
                 "rope_parameters: needs --position-embedding-type rope without --rotary-interleaved"
             )
         theta, interpolation = float(config.rotary_base), config.rotary_seq_len_interpolation_factor
         scaling: dict[str, Any] | None = None
         if config.use_rope_scaling and interpolation is not None:
-            raise FieldError(
+            raise SettingError(
                 "rope_parameters: one of --use-rope-scaling and --rotary-seq-len-interpolation-factor"
             )
         if config.use_rope_scaling:
@@ -374,7 +376,7 @@ class FullAttention:
     def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
         kinds = set(json.get("layer_types") or ()) - {"full_attention"}
         if kinds and not truth(json, "use_sliding_window", False):
-            raise FieldError(
+            raise SettingError(
                 f"layer_types: {', '.join(sorted(map(str, kinds)))}: only full_attention is built"
             )
         return {}
@@ -393,7 +395,7 @@ class Original:
         positions = integer(json, "max_position_embeddings")
         original = integer(json, "original_max_position_embeddings", positions)
         if original != positions:
-            raise FieldError(
+            raise SettingError(
                 f"original_max_position_embeddings {original} of {positions}: long rope is not built"
             )
         return {}

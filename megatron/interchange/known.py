@@ -11,7 +11,7 @@ from megatron.interchange.architecture import Architecture, HFModel, Interchange
 from megatron.interchange.architectures import gemma, gpt2, llama, mistral, phi3, qwen2, qwen3
 
 # The first that can express a model is what it is exported as where nobody says.
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Architecture] = {
     module.ARCHITECTURE.model_type: module.ARCHITECTURE
     for module in (llama, gpt2, qwen2, qwen3, gemma, mistral, phi3)
 }

@@ -124,18 +124,18 @@ def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict
             )
         if optimizer or "optimizer." not in name:
             wanted[name] = entry
-    with _Files(directory) as files:
+    with _PartFiles(directory) as files:
         return {name: _stored(name, entry, where, files, path) for name, entry in wanted.items()}
 
 
-class _Files:
+class _PartFiles:
     """The `.distcp` files of a directory, opened when they are first needed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fds: dict[str, int] = {}
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> _PartFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -160,7 +160,7 @@ class _Files:
         return name, Archive(self._fds[name], path, begin, size)
 
 
-def _stored(name: str, entry: Inert, where: Mapping[Any, Inert], files: _Files, path: Path) -> _Stored:
+def _stored(name: str, entry: Inert, where: Mapping[Any, Inert], files: _PartFiles, path: Path) -> _Stored:
     shape, properties = entry.get("size"), entry.get("properties")
     kind = properties.args[0] if isinstance(properties, Inert) and properties.args else None
     if (
@@ -255,7 +255,9 @@ def open_torch(directory: Path) -> MegatronSource:
 
     Weights alone: optimizer states there are flat, in the layout of the run that wrote them. Raises CheckpointError.
     """
-    shards, args, iteration = [], {}, 0
+    shards: list[_Shard] = []
+    args: dict[str, Any] = {}
+    iteration: Any = 0
     for entry in sorted(os.listdir(directory)):
         if (match := _RANK.fullmatch(entry)) is not None:
             file = f"{entry}/model_optim_rng.pt"

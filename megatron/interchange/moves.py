@@ -32,16 +32,16 @@ class Move(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows [first, first + count) of their tensor `name`, which has `total`."""
+    """Rows [first, first + rows) of their tensor `name`, which has `total`."""
 
     name: str
     total: int
     first: int
-    count: int
+    rows: int
 
-    def at(self, offset: int, count: int) -> Rows:
-        """`count` of these rows, from the one at `offset`."""
-        return Rows(self.name, self.total, self.first + offset, count)
+    def at(self, offset: int, rows: int) -> Rows:
+        """So many of these rows, from the one at `offset`."""
+        return Rows(self.name, self.total, self.first + offset, rows)
 
 
 def all_rows(name: str, total: int) -> Rows:
@@ -58,29 +58,28 @@ def stacked(
 ) -> Iterator[Move]:
     """Our tensor is these rows of theirs, one below the other. columns: the other dims, the same on both sides; () for
     biases and norms. padding: rows of ours behind them that have none of theirs."""
-    total, first = sum(part.count for part in parts) + padding, 0
+    total, first = sum(part.rows for part in parts) + padding, 0
     for part in parts:
-        mine = Part(ours, (total, *columns), _rows(first, part.count, columns))
-        yours = Part(part.name, (part.total, *columns), _rows(part.first, part.count, columns))
+        mine = Part(ours, (total, *columns), _rows(first, part.rows, columns))
+        yours = Part(part.name, (part.total, *columns), _rows(part.first, part.rows, columns))
         yield Move(mine, _turned(yours) if transposed and columns else yours, transposed and bool(columns))
-        first += part.count
+        first += part.rows
 
 
 def grouped_qkv(
     config: TransformerConfig,
     ours: str,
-    query: Rows,
-    key: Rows,
-    value: Rows,
+    parts: Sequence[Rows],
     columns: Dims = (),
     *,
     transposed: bool = False,
 ) -> Iterator[Move]:
     """`linear_qkv` has for each query group its queries, its key, its value; theirs have all queries, all keys, all
-    values. Rows are in units of heads there as here, so heads keep their order."""
+    values, which are `parts`. Heads keep their order."""
+    query, key, value = parts
     head, groups = config.kv_channels, config.num_query_groups
     queries = config.num_attention_heads // groups * head
-    parts = [
+    grouped = [
         part
         for group in range(groups)
         for part in (
@@ -89,7 +88,7 @@ def grouped_qkv(
             value.at(group * head, head),
         )
     ]
-    yield from stacked(ours, parts, columns, transposed=transposed)
+    yield from stacked(ours, grouped, columns, transposed=transposed)
 
 
 def _rows(first: int, count: int, columns: Dims) -> Rectangle:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,13 @@ from megatron.core.transport.rank_grid import AXES
 from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
 from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
 from megatron.interchange.known import ARCHITECTURES, architecture, expressing
-from megatron.interchange.moves import Move
+from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.saved_config import check_config
-from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import Say, in_files, planned_file, write_files
+from tools.conversion.source_reader import SourceReader, view
+from tools.conversion.stream import PlannedFile, Say, in_files, planned_file, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 PREFIX, MAIN = "model.", "optimizer.main_weight."
@@ -88,7 +89,7 @@ def import_folder(
     flags = tokenizer_flags(folder, opened.model.vocab_size)
     if _copy_tokenizer(folder, save / BESIDE):
         flags = tokenizer_flags(save / BESIDE, opened.model.vocab_size)
-    config = _config(opened.model.flags | flags, opened.model.vocab_size, set(stored.values()))
+    config = _config({**opened.model.flags, **flags}, opened.model.vocab_size, set(stored.values()))
     manifest = _manifest(config, facts, files, entries)
     write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
     for note in commit.commit(temporary, save, 0, may_replace=False):
@@ -169,78 +170,77 @@ def export_folder(
     """
     if os.path.lexists(folder):
         raise CheckpointError(f"{folder}: there already: give --hf another folder")
-    values = config_of(found, check_config)
-    config = Config.from_flat(values)
+    config = Config.from_flat(config_of(found, check_config))
     like = like or _origin(found, config)
     stated = _stated(like)
-    vocab_size = config.model.padded_vocab_size
-    if vocab_size is None:
+    padded = config.model.padded_vocab_size
+    if padded is None:
         raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
-    vocab_size = min(vocab_size, stated.get("vocab_size", vocab_size))
-    one = _architecture(model_type or stated.get("model_type"), config, vocab_size)
-    json_config = one.write(config.model, vocab_size)
-    catalogue = one.catalogue(config.model, vocab_size, config.model.padded_vocab_size or vocab_size)
-    weights = {
-        name.removeprefix(PREFIX): tuple(entry.shape)
-        for name, entry in found.tensors.items()
-        if name.startswith(PREFIX)
-    }
-    if problems := catalogue.problems(ours=weights):
-        raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
-    moves: dict[str, list[Move]] = {}
-    for move in catalogue.moves:
-        moves.setdefault(move.theirs.name, []).append(move)
-    source_of = {name: _stored_name(found, name, dtype) for name in weights}
-    types = {
-        theirs: DTYPES[dtype] if dtype else found.tensors[source_of[parts[0].ours.name]].dtype
-        for theirs, parts in moves.items()
-    }
-    by_file = in_files(
-        [StoredTensor(name, types[name], shape) for name, shape in catalogue.theirs.items()], max_shard_bytes
-    )
-    names = (
-        [SINGLE]
-        if len(by_file) == 1
-        else [
-            f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)
-        ]
-    )
-    files = [
-        planned_file(name, tensors, {"format": "pt"}) for name, tensors in zip(names, by_file, strict=True)
-    ]
-    tag = _fingerprint(found.manifest_sha256, one.model_type, dtype, max_shard_bytes, vocab_size)
+    rows = min(padded, stated.get("vocab_size", padded))
+    one = _architecture(model_type or stated.get("model_type"), config, rows)
+    json_config = one.write(config.model, rows)
+    out = _Outgoing(found, one.catalogue(config.model, rows, padded), dtype)
+    files = out.files(max_shard_bytes)
+    tag = _fingerprint(found.manifest_sha256, one.model_type, dtype, max_shard_bytes, rows)
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
     with SourceReader(found) as reader:
-
-        def value(stored: StoredTensor) -> Tensor:
-            out = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
-            for move in moves[stored.key]:
-                part = reader.read(source_of[move.ours.name], move.ours.box)
-                into = out
-                for dim, (start, count) in enumerate(
-                    zip(move.theirs.box.offset, move.theirs.box.shape, strict=True)
-                ):
-                    into = into.narrow(dim, start, count)
-                into.copy_(part.t() if move.transposed else part)
-            return out
-
-        write_files(temporary, files, value, say)
+        write_files(temporary, files, functools.partial(out.value, reader), say)
+    if like is not None:
+        _copy_tokenizer(like, temporary)
     kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
-    name = next(key for key, value in DTYPES.items() if value == next(iter(types.values())))
-    whole = {**kept, **json_config, "dtype": name, "torch_dtype": name}
-    publish_text(temporary / CONFIG, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+    _publish_json(temporary / CONFIG, {**kept, **json_config, "dtype": out.dtype, "torch_dtype": out.dtype})
     if len(files) > 1:
         total = sum(file.num_bytes - len(file.header) for file in files)
         where = {stored.key: file.name for file in files for stored in file.tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        publish_text(temporary / INDEX, json.dumps(index, indent=2) + "\n")
-    if like is not None:
-        _copy_tokenizer(like, temporary)
-        publish_text(temporary / CONFIG, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+        _publish_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     sync_directory(temporary)
     os.rename(temporary, folder)
     sync_directory(folder.parent)
     return folder
+
+
+def _publish_json(path: Path, value: Mapping[str, Any]) -> None:
+    publish_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+class _Outgoing:
+    """Their tensors, made of a checkpoint's. dtype: the name of most of them in config.json."""
+
+    def __init__(self, found: Found, catalogue: Catalogue, dtype: str | None) -> None:
+        names = (name for name in found.tensors if name.startswith(PREFIX))
+        weights = {name.removeprefix(PREFIX): tuple(found.tensors[name].shape) for name in names}
+        if problems := catalogue.problems(ours=weights):
+            raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
+        self._source_of = {name: _stored_name(found, name, dtype) for name in weights}
+        self._moves: dict[str, list[Move]] = {}
+        for move in catalogue.moves:
+            self._moves.setdefault(move.theirs.name, []).append(move)
+        self._shapes = catalogue.theirs
+        self._types = {
+            theirs: DTYPES[dtype] if dtype else found.tensors[self._source_of[moves[0].ours.name]].dtype
+            for theirs, moves in self._moves.items()
+        }
+        most = collections.Counter(self._types.values()).most_common(1)[0][0]
+        self.dtype = next(key for key, value in DTYPES.items() if value == most)
+
+    def files(self, max_shard_bytes: int) -> list[PlannedFile]:
+        """In the order of the table, as transformers names and cuts them."""
+        tensors = [StoredTensor(name, self._types[name], shape) for name, shape in self._shapes.items()]
+        by_file = in_files(tensors, max_shard_bytes)
+        names = [
+            f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)
+        ]
+        if len(by_file) == 1:
+            names = [SINGLE]
+        return [planned_file(name, held, {"format": "pt"}) for name, held in zip(names, by_file, strict=True)]
+
+    def value(self, reader: SourceReader, stored: StoredTensor) -> Tensor:
+        """One of their tensors, read now."""
+        out = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+        for move in self._moves[stored.key]:
+            part = reader.read(self._source_of[move.ours.name], move.ours.box)
+            view(out, move.theirs.box).copy_(part.t() if move.transposed else part)
+        return out
 
 
 def _stored_name(found: Found, name: str, dtype: str | None) -> str:
@@ -270,9 +270,3 @@ def _architecture(model_type: str | None, config: Config, vocab_size: int) -> Ar
     if model_type in ARCHITECTURES or model_type is not None:
         return architecture(model_type)
     return expressing(config.model, vocab_size)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """What killed exports to a folder have left."""
-    for path in folder.parent.glob(f".{folder.name}.*.tmp"):
-        shutil.rmtree(path)

@@ -32,7 +32,7 @@ class SourceReader(contextlib.ExitStack):
             if common is not None and chunk.file:
                 inside = _relative(common, chunk.offset)
                 values = self._reader(chunk.file).read(chunk, dtype, inside)
-                _view(out, _relative(common, box.offset)).copy_(values)
+                view(out, _relative(common, box.offset)).copy_(values)
         return out
 
     def _reader(self, file: str) -> ChunkReader:
@@ -46,7 +46,8 @@ def _relative(box: Rectangle, origin: tuple[int, ...]) -> Rectangle:
     return Rectangle(tuple(a - b for a, b in zip(box.offset, origin, strict=True)), box.shape)
 
 
-def _view(tensor: Tensor, box: Rectangle) -> Tensor:
+def view(tensor: Tensor, box: Rectangle) -> Tensor:
+    """A rectangle of a tensor."""
     for dim, (start, count) in enumerate(zip(box.offset, box.shape, strict=True)):
         tensor = tensor.narrow(dim, start, count)
     return tensor

@@ -98,8 +98,10 @@ def parse_header(text: bytes, file_bytes: int) -> dict[str, StoredArray]:
 
 def _stored_array(name: str, entry: Any, first: int) -> tuple[StoredArray, int]:
     """And the byte behind it."""
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{name!r:.200}: dtype {dtype!r:.40}, expected one of {', '.join(ITEM_BYTES)}")
     for key, value in (("shape", shape), ("data_offsets", offsets)):

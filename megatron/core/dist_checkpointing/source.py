@@ -14,7 +14,7 @@ from typing import Protocol
 from megatron.core.rectangles import Dims, Rectangle
 
 
-class Chunk(Protocol):
+class StoredChunk(Protocol):
     """A rectangle of a tensor, and the stored row-major array that has its values.
 
     offset, shape: in the tensor. file: in which the array lies from byte `begin`; "" for zeros that lie nowhere.
@@ -57,7 +57,7 @@ class SourceTensor(Protocol):
     @property
     def shape(self) -> Dims: ...
     @property
-    def chunks(self) -> tuple[Chunk, ...]: ...
+    def chunks(self) -> tuple[StoredChunk, ...]: ...
 
 
 class Source(Protocol):

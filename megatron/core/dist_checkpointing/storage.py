@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.files import open_regular, read_into, writ
 from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, TensorEntry
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts, chunk_metadata
 from megatron.core.dist_checkpointing.safetensors_format import build_header
-from megatron.core.dist_checkpointing.source import Chunk, SourceTensor
+from megatron.core.dist_checkpointing.source import SourceTensor, StoredChunk
 from megatron.core.rectangles import Dims, Rectangle
 
 
@@ -111,7 +111,7 @@ class SafeStorageReader(StorageReader):
         if self._tensors is None:
             self._tensors = stated.read_manifest(self.directory)[0].tensors
         state: dict[str, Any] = {}
-        where: dict[dcp.MetadataIndex, tuple[Chunk, torch.dtype]] = {}
+        where: dict[dcp.MetadataIndex, tuple[StoredChunk, torch.dtype]] = {}
         for name, entry in self._tensors.items():
             dtype = TORCH_DTYPES[entry.dtype]
             chunks = [chunk_metadata(chunk.offset, chunk.shape) for chunk in entry.chunks]
@@ -122,7 +122,7 @@ class SafeStorageReader(StorageReader):
         return dcp.Metadata(state_dict_metadata=state, storage_data=where)
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, *args: Any, **kwargs: Any) -> None:
-        self._where: dict[dcp.MetadataIndex, tuple[Chunk, torch.dtype]] = metadata.storage_data
+        self._where: dict[dcp.MetadataIndex, tuple[StoredChunk, torch.dtype]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -173,7 +173,7 @@ class ChunkReader:
         self._array = None
         self._stack.close()
 
-    def read(self, chunk: Chunk, dtype: torch.dtype, box: Rectangle | None = None) -> Tensor:
+    def read(self, chunk: StoredChunk, dtype: torch.dtype, box: Rectangle | None = None) -> Tensor:
         """The values of a chunk, or of a rectangle of it. Only the rows (dim 0 of the array) that it spans are read,
         but for a chunk of some columns: others of the same array follow, so all of it is kept until the next array."""
         offset, shape = (box.offset, box.shape) if box is not None else ((0,) * len(chunk.shape), chunk.shape)
@@ -189,13 +189,13 @@ class ChunkReader:
                 part = part.narrow(dim, offset[dim], shape[dim])
         return part.t() if chunk.transposed else part
 
-    def _whole(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    def _whole(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
         if self._array is None or self._array[0] != chunk.begin:
             self._array = None
             self._array = chunk.begin, self._rows(chunk, dtype, (0,), chunk.stored[:1])
         return self._array[1]
 
-    def _rows(self, chunk: Chunk, dtype: torch.dtype, first: Dims, count: Dims) -> Tensor:
+    def _rows(self, chunk: StoredChunk, dtype: torch.dtype, first: Dims, count: Dims) -> Tensor:
         part = torch.empty((*count, *chunk.stored[1:]), dtype=dtype)
         if part.numel():
             row_bytes = math.prod(chunk.stored[1:]) * dtype.itemsize

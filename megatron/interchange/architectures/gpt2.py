@@ -23,7 +23,7 @@ def tensors(config: TransformerConfig) -> Iterator[Move]:
             fused = f"{theirs}attn.c_attn.{kind}"
             rows = [Rows(fused, 3 * hidden, part * hidden, hidden) for part in range(3)]
             into = f"{ours}self_attention.linear_qkv.{kind}"
-            yield from grouped_qkv(config, into, *rows, columns, transposed=True)
+            yield from grouped_qkv(config, into, rows, columns, transposed=True)
         for mine, yours, rows_out, inputs in (
             ("self_attention.linear_proj", "attn.c_proj", hidden, hidden),
             ("mlp.linear_fc1", "mlp.c_fc", ffn, hidden),

@@ -25,7 +25,7 @@ def tensors(config: TransformerConfig) -> Iterator[Move]:
         query = Rows(fused, total, 0, queries)
         key, value = (Rows(fused, total, queries + part * groups, groups) for part in range(2))
         yield from grouped_qkv(
-            config, f"{ours}self_attention.linear_qkv.weight", query, key, value, (hidden,)
+            config, f"{ours}self_attention.linear_qkv.weight", (query, key, value), (hidden,)
         )
         output = f"{ours}self_attention.linear_proj.weight"
         yield from whole(output, f"{theirs}self_attn.o_proj.weight", hidden, queries)
