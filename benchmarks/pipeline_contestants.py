@@ -158,7 +158,7 @@ class OurPipeline:
         What is returned is the same on all ranks, in milliseconds and MB.
         """
         group = self.ps.control_group
-        figures = host_data.all_gather_json(self.profiler.local_figures(link_ns=self.runner.link_ns()), group)
+        figures = host_data.all_gather_json(self.profiler.local_figures(), group)
         self.profiler.forget()
         before = self.runner.spec
         costs = measured_costs(figures, before)

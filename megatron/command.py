@@ -18,7 +18,11 @@ SCRIPTS = _HERE / "scripts" if (_HERE / "scripts").is_dir() else _HERE.parent
 def main() -> None:
     """Run the command that the process's words name."""
     sys.path.insert(0, str(SCRIPTS))
-    importlib.import_module("tools.commands").main()
+    try:
+        importlib.import_module("tools.commands").main()
+    except KeyboardInterrupt:
+        print(f"{NAME}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def lost_folder() -> str:

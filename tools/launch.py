@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -25,9 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import NAME, SCRIPTS, called_as, program
-from megatron.training.config.command_line import read_command_line
-from megatron.training.config.launch_env import LAUNCH_RECORD
+from megatron.training.config.command_line import last_value, read_command_line
+from megatron.training.config.launch_env import LAUNCH_RECORD, LaunchEnv
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
+from megatron.training.guard.signals import end_at_once
+from megatron.training.run.arguments import last_words
 from tools.commands import COMMANDS
 
 STARTS_SCRIPTS = (
@@ -75,6 +78,8 @@ def launch(words: Sequence[str]) -> int:
         print(page(), file=sys.stdout if words else sys.stderr)
         return 0 if words else int(ExitStatus.CONFIGURATION)
     started = called(command)
+    save = last_value(command, "--save")
+    end_at_once(functools.partial(last_words, LaunchEnv(), save))  # until torch's agent listens
     with cpp_logs_off():
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing import SignalException

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 from megatron.compat.fields import config_of
 from megatron.compat.layers import ShardedStateDict
-from megatron.compat.loop import DataParallelModel, MegatronOptimizer, context_of
+from megatron.compat.loop import DataParallelModel, MegatronOptimizer, context_of, unwrap_model
+from megatron.compat.model import GPTModelOfSpec
 from megatron.compat.parallel_state import current
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
@@ -22,6 +24,7 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import host_data
 from megatron.training import global_vars
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.config.saved_config import WEIGHT_FIELDS
 from megatron.training.guard.lease import LeaseError
 from megatron.training.guard.run_folder import RunFolder, is_held
 from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
@@ -71,7 +74,7 @@ def save_checkpoint(
     pieces, config = _pieces(model, optimizer), config_of(global_vars.get_args())
     common = {
         "iteration": iteration,
-        "config": config.flat(),
+        "config": _settings(model),
         "steps_trained": max((context_of(one).iteration for one in model), default=0),
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
         "scheduler": opt_param_scheduler and opt_param_scheduler.state_dict(),
@@ -89,7 +92,7 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """(iteration, floating point operations) of what `--load` holds, which is put back; (0, 0) where it holds nothing.
     Communicates over the world. Raises CheckpointError."""
-    pieces, config = _pieces(model, optimizer), config_of(global_vars.get_args()).flat()
+    pieces, config = _pieces(model, optimizer), _settings(model)
     restored = _checkpointer(optimizer).load(*pieces, config=config)
     if restored is None:
         return 0, 0.0
@@ -116,6 +119,19 @@ def _checkpointer(optimizer: Any) -> Checkpointer:
     return Checkpointer(current(), flags, log=global_vars.print_rank_0, guard=guard)
 
 
+def _settings(model: Sequence[Any]) -> dict[str, Any]:
+    """The flat configuration, in which what decides the meaning of weights is what each `GPTModel` was made with: its
+    `TransformerConfig` may say other things than the flags."""
+    config = config_of(global_vars.get_args()).flat()
+    for inner in map(unwrap_model, model):
+        if isinstance(inner, GPTModelOfSpec):
+            made_with = vars(inner.resolved_config)
+            # num_query_groups is read beside group_query_attention.
+            names = (*WEIGHT_FIELDS, "group_query_attention")
+            config |= {name: made_with[name] for name in names if name in made_with}
+    return config
+
+
 def _pieces(model: Sequence[Any], optimizer: Any) -> tuple[list[LocalPiece], list[LocalPiece]]:
     if not isinstance(optimizer, MegatronOptimizer | None):
         told = f"save_checkpoint, load_checkpoint(optimizer={type(optimizer).__name__})"
@@ -135,7 +151,10 @@ def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named
         )
 
     def guard() -> None:
-        if checkpoint_dir != _LeaseHeld.save and is_held(Path(checkpoint_dir)):
+        own = _LeaseHeld.folder
+        if own is not None and os.path.realpath(own.path or "") == os.path.realpath(checkpoint_dir):
+            own.check()
+        elif is_held(Path(checkpoint_dir)):
             raise LeaseError(
                 f"dist_checkpointing.save(checkpoint_dir={checkpoint_dir!r}): another run holds it"
             )

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from megatron.compat.names import rows_of
 from megatron.training import global_vars
+from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS, Config, closest_name
 from megatron.training.config.flag_table import FlagState, flag_table, spellings
 from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext, spelled
-from megatron.training.config.rules import broken_rules
+from megatron.training.config.rules import asked_and_idle, broken_rules, without_effect
 from megatron.training.config.values import convert_loaded, shown
 
 _ROWS = rows_of("fields.csv")
@@ -88,8 +89,13 @@ def config_of(args: Any) -> Config:
     config = global_vars.get_config()
     flat, now = config.flat(), vars(args)
     names = [name for name in FIELDS if name in now and name != "world_size"]
-    changed = {name: now[name] for name in names if now[name] != flat[name]}
+    changed = {name: now[name] for name in names if not _is_same(now[name], flat[name])}
     return config.replace(origin="argument", **check_fields("args", changed)) if changed else config
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether a value is another, kind included: True is no 1.0."""
+    return type(value) is type(other) and bool(value == other)
 
 
 def settings_of_pretrain(given: Mapping[str, Any]) -> list[Problem]:
@@ -131,23 +137,41 @@ class ConfigFields:
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that the flags do not take, and for what is not built; warns of flags without
-        effect."""
+        effect, and of settings of features that are not asked for."""
         vars(self).update(self.values())
+        used, theirs = self._used(), {flag: name for name, flag in FLAG_OF.items()}
+
+        def shown_as(name: str) -> str:
+            return f"{type(self).__name__}({name}={getattr(self, name)!r})"
+
+        for name, why in without_effect(used).items():
+            warnings.warn(f"{shown_as(name)} has no effect: {in_fields(why, theirs)}", stacklevel=3)
+        if refused := asked_and_idle(used)[0]:
+            told = (f"{shown_as(u.spelling)} is not supported: {u.entry.fix}" for u in refused)
+            raise ValueError("\n".join(told))
+
+    def _used(self) -> list[UsedFlag]:
+        """What was given of flags that are not implemented, as on a command line, by the caller's names."""
+        used = []
         for one in dataclasses.fields(self):  # type: ignore[arg-type]
             entry, value = flag_table().get(one.name), getattr(self, one.name)
             if entry is None or value in (None, False, one.default) or one.name in _OTHERWISE:
                 continue
-            told = f"{type(self).__name__}({self.called.get(one.name, one.name)}={value!r})"
-            if entry.state is FlagState.INERT:
-                warnings.warn(f"{told} has no effect: {entry.why}", stacklevel=4)
-            elif entry.field is None and str(value) not in entry.neutral:
-                raise ValueError(f"{told} is not supported: {entry.fix}")
+            if entry.field is None or entry.state is FlagState.INERT:
+                several = value if isinstance(value, list | tuple) else (value,)
+                words = () if value is True else tuple(map(str, several))
+                used.append(UsedFlag(entry, self.called.get(one.name, one.name), words))
+        return used
 
     def values(self) -> dict[str, Any]:
         """What differs from defaults, by the names of flags, as these hold it. Raises ValueError."""
         names = [one.name for one in dataclasses.fields(self) if one.name in FIELDS]  # type: ignore[arg-type]
         given = {name: getattr(self, name) for name in names}
-        given = {name: one for name, one in given.items() if one not in (None, FIELDS[name][1].default)}
+        given = {
+            name: one
+            for name, one in given.items()
+            if one is not None and not _is_same(one, FIELDS[name][1].default)
+        }
         if "num_query_groups" in given:
             given["group_query_attention"] = True  # which Megatron's class does not have
         # fp64: no class of Megatron's has it, and the rule of precisions names it.

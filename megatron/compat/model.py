@@ -93,7 +93,8 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
     """The part of our GPT that this pipeline rank holds, by Megatron's arguments.
 
     Weight gradients arrive in `parameter.grad`, where torch's optimizers look, until an engine takes them. vocab_size:
-    padded to a multiple of the tensor parallel size. others: fields of the model that Megatron takes here. Raises
+    padded to a multiple of the tensor parallel size. others: fields of the model that Megatron takes here.
+    resolved_config: our flags of the model, as `config` and the arguments have decided them. Raises
     ValueError for layers and an activation that are not here, and sizes other than mpu's; TypeError for other names.
     """
 
@@ -136,8 +137,9 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
         if unknown := flags.keys() - FIELDS.keys():
             raise TypeError(f"GPTModel: unknown arguments: {', '.join(unknown)}")
         check_fields("GPTModel", config.values() | flags | sizes, _OF_MODEL, called)
+        made_with = dataclasses.replace(config.group(ModelFlags), **flags | sizes).resolved()
         super().__init__(
-            dataclasses.replace(config.group(ModelFlags), **flags).resolved(),
+            made_with,
             padded_vocab_size=vocab_size,
             seed=config.seed,
             params_dtype=dtype_of(config),
@@ -147,7 +149,7 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
             layers=stages[ps.pp_rank].layers,
             tp=TensorParallel.of(ps, config.sequence_parallel),
         )
-        self.config, self.parallel_output = config, parallel_output
+        self.config, self.resolved_config, self.parallel_output = config, made_with, parallel_output
         _ParameterGrads(self)
 
     def forward(self, input_ids: Any, *where: Any, labels: Any = None, **named: Any) -> Tensor:  # type: ignore[override]

@@ -37,19 +37,23 @@ def paths() -> set[str]:
     return {row["path"] for row in rows_of("names.csv")}
 
 
-def look_up(path: str, name: str) -> Any:
-    """What Megatron has under this name. Raises AttributeError that says what to use."""
+def look_up(path: str, name: str, asked: str = "") -> Any:
+    """What Megatron has under this name. asked: the path that messages name, where `path` stands for another.
+
+    Raises AttributeError that says what to use.
+    """
+    asked = asked or path
     for row in (row for row in rows_of("names.csv") if row["path"] == path and row["name"] in (name, "*")):
         if row["instead"]:
-            raise AttributeError(f"{path}.{name} is not here: {row['instead']}")
+            raise AttributeError(f"{asked}.{name} is not here: {row['instead']}")
         if row["home"] in paths():
-            return look_up(row["home"], name)
+            return look_up(row["home"], name, asked)
         home = importlib.import_module(row["home"])
         if row["name"] == name or name in home.__all__:
             return getattr(home, name)
     if f"{path}.{name}" in paths():
         return importlib.import_module(f"{path}.{name}")
-    raise AttributeError(f"{path}.{name} is not here: {_LISTED}")
+    raise AttributeError(f"{asked}.{name} is not here: {_LISTED}")
 
 
 def find_spec(path: str) -> ModuleSpec | None:

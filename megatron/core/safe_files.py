@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.core.transport.waiting import pause
+from megatron.core.words import time_text
 
 FILE_MODE = 0o640  # outputs on shared clusters are not for everybody
 PRIVATE_MODE = 0o600
@@ -241,11 +242,13 @@ def _lock(fd: int, path: StrPath, began: float, patience_s: float, say: Callable
         except BlockingIOError:
             waited_s = time.monotonic() - began
             if waited_s >= patience_s:
-                why = "another process holds this lock" + (f" for {waited_s:.0f} s now" if patience_s else "")
+                why = "another process holds this lock" + (
+                    f" for {time_text(waited_s, 2)} now" if patience_s else ""
+                )
                 raise BlockingIOError(errno.EWOULDBLOCK, why, os.fspath(path)) from None
         if not is_told and waited_s >= SAY_AFTER_S:
             is_told = True
-            say(f"waiting for {path}, which another process has locked; at most {patience_s:.0f} s")
+            say(f"waiting for {path}, which another process has locked; at most {time_text(patience_s)}")
         pause(pause_s)
         pause_s = min(2 * pause_s, 0.25)
 

@@ -22,10 +22,12 @@ def test_a_run_keeps_to_its_limit(tmp_path_factory):
     assert chosen, limited.output
     assert limited.plan["sharding"] == chosen[2]
     at_once = re.search(
-        r"^ > at once pipeline rank \d holds at most ([\d,]+) bytes", limited.output, re.MULTILINE
+        r"^ > at once pipeline rank \d holds at most ([\d.]+) KiB of the 976.6 KiB",
+        limited.output,
+        re.MULTILINE,
     )
     assert at_once, limited.output
-    assert int(at_once[1].replace(",", "")) <= limit
+    assert float(at_once[1]) * 1024 <= limit
     assert limited.output.count("planned for 0.05 TFLOP/s, 1 GB/s") == 1
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_samples import GPTDataset, Sample
 from megatron.core.datasets.held_arrays import held_in_memory, offer, offered
+from megatron.core.words import plain
 
 STEPS_PER_SEGMENT = 1 << 11
 MOST_SEGMENTS = 1 << 10
@@ -61,7 +62,7 @@ class BlendedDataset:
         for member, needed in zip(self.members, taken, strict=True):
             if needed > len(member):
                 raise DataError(
-                    f"{member.corpus.prefix}: the blend needs {needed:.0f} samples of split {member.split!r}, the "
+                    f"{member.corpus.prefix}: the blend needs {plain(needed)} samples of split {member.split!r}, the "
                     f"dataset has {len(member)}: raise --mid-level-dataset-surplus"
                 )
 

@@ -22,7 +22,7 @@ from megatron.training.config.problems import Problem
 from megatron.training.config.resolve import known_vocabulary
 from megatron.training.config.rule_table import refusal, spelled
 from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusable_files
-from megatron.training.config.saved_config import is_elsewhere
+from megatron.training.config.saved_config import NOT_HERE, is_elsewhere, shape_elsewhere
 
 _SHOWN_GROUPS = 8
 _OTHER_MODELS = {  # headings of docs/roadmap.md, as verdicts on flags name them
@@ -41,13 +41,13 @@ _Section = tuple[Any, list[str]]  # of the JSON object and of the text
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Everything the check found. sections: what the JSON object has under each name, and the lines of the text. spec:
-    of the pipeline, None where there is none. unbuilt: why nothing is known of the model's computations, empty
-    where it is supported."""
+    of the pipeline, None where there is none. unknown: why nothing is known of the model's computations, empty
+    where it is of this version and its shape is here."""
 
     config: Config
     sections: dict[str, _Section]
     spec: ScheduleSpec | None = None
-    unbuilt: str = ""
+    unknown: str = ""
 
 
 def build_report(config: Config, problems: Sequence[Problem]) -> Report:
@@ -55,24 +55,25 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     grid, several, spec = _or_none(config.grid), config.parallel.expert_model_parallel_size != 1, None
     experts = _or_none(config.expert_grid) if several else None
     config = _with_vocabulary(config)
-    if config.model.num_layers is not None:
+    absent = shape_elsewhere(config.checkpoint)
+    if config.model.num_layers is not None and not absent:
         config = _or_none(config.chosen) or config
         spec = _or_none(lambda: config.schedule_spec)
-    warnings, files, unbuilt = config.warnings, _not_found(config), _unbuilt(problems)
+    warnings, files, unknown = config.warnings, _not_found(config), NOT_HERE if absent else _unbuilt(problems)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {
         "config": (values, []),
         "origin": ({name: config.origin.get(name, "default") for name in values}, []),
         "grid": _grids(grid, experts),
         "sharding": _sharding(config),
-        "pipeline": _pipeline(config, spec, unbuilt),
-        "parameters": _parameters(grid, *_count(config, grid, spec, problems, unbuilt)),
+        "pipeline": _pipeline(config, spec, unknown),
+        "parameters": _parameters(grid, *_count(config, grid, spec, problems, unknown)),
         "problems": ([{name: getattr(problem, name) for name in kept} for problem in problems], []),
         "warnings": (warnings, [f"warning: {warning}" for warning in warnings]),
         "notes": (config.notes, [f"note: {note}" for note in config.notes]),
         "not_found": (files, [f"not found: {path}" for path in files]),
     }
-    return Report(config, sections, spec, unbuilt)
+    return Report(config, sections, spec, unknown)
 
 
 def render_json(report: Report) -> str:
@@ -195,13 +196,13 @@ def _unbuilt(problems: Sequence[Problem]) -> str:
     return f"not supported yet: {', '.join(flags)}" if flags else ""
 
 
-def _pipeline(config: Config, spec: ScheduleSpec | None, unbuilt: str) -> _Section:
+def _pipeline(config: Config, spec: ScheduleSpec | None, unknown: str) -> _Section:
     if spec is None:
         return None, []
     # Of one step after the ramp.
     num_microbatches = None if config.batch_schedule_or_none() is None else config.last_num_microbatches
     layers = [f"  {line.removeprefix(' > ')}" for line in layer_map_lines(spec.stages, spec.placement)]
-    known = not unbuilt  # by whose computations stages are weighed
+    known = not unknown  # by whose computations stages are weighed
     facts = pipeline_facts(spec, num_microbatches, with_bubble=known)
     return facts, [*facts_lines(spec, num_microbatches, with_bubble=known), *layers]
 
@@ -225,18 +226,16 @@ def _count(
     grid: RankGrid | None,
     spec: ScheduleSpec | None,
     problems: Sequence[Problem],
-    unbuilt: str,
+    unknown: str,
 ) -> tuple[int | None, Sequence[int], str | None]:
     """Parameters of the model, and of a rank of each pipeline rank; what is missing where they are not known."""
     model, vocabulary = config.model, config.model.padded_vocab_size
     heads = (model.num_attention_heads, model.kv_channels)
     sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads)
+    if unknown:
+        return None, (), unknown
     if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
-        if config.checkpoint.use_checkpoint_args and is_elsewhere(config.checkpoint.load):
-            return None, (), "the model's shape is the checkpoint's, which is not on this machine"
         return None, (), "the model's shape is not complete"
-    if unbuilt:
-        return None, (), unbuilt
     if vocabulary is None:
         return None, (), "the tokenizer's files are not here; give --vocab-size"
     whole = count_parameters(model, vocabulary).total

@@ -13,6 +13,7 @@ from megatron.training.config.check_config import Report, corpora
 from megatron.training.config.config import FIELDS, Config, train_step_flops
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import WHOLE_WORDS
+from megatron.training.config.saved_config import shape_elsewhere
 from megatron.training.config.state_bytes import state_bytes
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
@@ -29,7 +30,7 @@ def render_page(report: Report, width: int) -> str:
     first = {**_model(config, facts), **_ranks(facts), **_length(report), **_rest(config)}
     first |= {"memory": _memory(report, facts), "pipeline": _pipeline(report)}
     number, why = len(facts["problems"]), facts["parameters"]["why"]
-    because = report.unbuilt or ("see the problems" if number else why or "the flags do not say enough")
+    because = report.unknown or ("see the problems" if number else why or "the flags do not say enough")
     page = [f" {label:<{_LABEL}}{first[label] or f'{NOT_KNOWN}: {because}'}" for label in _ORDER]
     verdict = "valid: no problems found"
     if number:
@@ -54,8 +55,9 @@ def _model(config: Config, facts: Facts) -> dict[str, str]:
         known.append(f"at most {max(counts['per_rank']):,} in a rank's part of the model")
     if counts["why"] is not None:
         known.append(counts["why"] if known else f"{NOT_KNOWN}: {counts['why']}")
+    shape = f"layers {layers} x {hidden}, heads {heads}, sequence {length}, vocabulary {vocabulary}"
     return {
-        "model": f"layers {layers} x {hidden}, heads {heads}, sequence {length}, vocabulary {vocabulary}",
+        "model": "" if shape_elsewhere(config.checkpoint) else shape,
         "parameters": "; ".join(known),
     }
 
@@ -97,7 +99,7 @@ def _memory(report: Report, facts: Facts) -> str:
     peaks = model and spec and activation_bytes(spec, number, model.of_stages(spec.stages))
     if not peaks:
         size, more = max(at_rest), _more_than_here(max(at_rest), config)
-        return f"{size_text(size, digits=3)} a rank: {told}; activations are not estimated{more}"
+        return f"{size_text(size, digits=3)} a rank{more}: {told}; activations are not estimated"
     most = max((rests + peak, rests, peak) for rests, peak in zip(at_rest, peaks, strict=True))
     total, rests, peak = (size_text(size, digits=3) for size in most)
     gathered = "gathered weights, " if place.ways(row.weights) > 1 else ""
@@ -122,7 +124,7 @@ def _more_than_here(size: float, config: Config) -> str:
 def _length(report: Report) -> dict[str, str]:
     """Of a step and of the run. Empty where the flags make no batches, and of what is not known of the model."""
     config = report.config
-    t, length = config.training, config.model.seq_length or 0
+    t, length = config.training, config.model.seq_length
     schedule, size = config.batch_schedule_or_none(), t.global_batch_size or 0
     if schedule is None:
         return dict.fromkeys(("batch", "training", "compute"), "")
@@ -132,13 +134,15 @@ def _length(report: Report) -> dict[str, str]:
         counted(config.data_parallel_size, "replica"),
     )
     microbatches = counted(config.last_num_microbatches, "microbatch")
-    unknown = report.unbuilt or config.model_costs is None
+    unknown = report.unknown or config.model_costs is None
     flops = 0.0 if unknown else train_step_flops(config, size)
+    batch, run, tokens = counted(size, "sample"), counted(samples, "sample"), f"tokens {NOT_KNOWN}"
+    step = f"{batch} a step, {tokens}" if length is None else f"{batch} = {size * length:,} tokens a step"
+    tokens = tokens if length is None else f"{samples * length:,} tokens"
     each = scaled(flops / config.world_size, "FLOP")
     return {
-        "batch": f"{counted(size, 'sample')} = {size * length:,} tokens a step: {replicas} x {microbatches} of "
-        f"{t.micro_batch_size:,}",
-        "training": f"{counted(steps, 'step')}, {counted(samples, 'sample')}, {samples * length:,} tokens",
+        "batch": f"{step}: {replicas} x {microbatches} of {t.micro_batch_size:,}",
+        "training": f"{counted(steps, 'step')}, {run}, {tokens}",
         "compute": f"{scaled(flops, 'FLOP')} a step, {each} on each rank" if flops else "",
     }
 
@@ -151,9 +155,12 @@ def _rest(config: Config) -> dict[str, str]:
     prefixes = corpora(d.data_path or d.train_data_path or ())
     data = "mock data" if d.mock_data else ", ".join([*prefixes[:2], *(["..."] if len(prefixes) > 2 else [])])
     every = f" every {counted(c.save_interval, 'step')}" if c.save_interval else ""
+    tokenizer: str = config.tokenizer.tokenizer_type or "no tokenizer"
+    if shape_elsewhere(c):
+        tokenizer = f"tokenizer {NOT_KNOWN}"
     folders = [*([f"to {c.save}{every}"] if c.save else []), *([f"from {c.load}"] if c.load else [])]
     return {
         "optimizer": f"{o.optimizer}, {rates}, {o.lr_decay_style}; {config.params_flag} weights",
-        "data": f"{data or 'none'}; {config.tokenizer.tokenizer_type or 'no tokenizer'}",
+        "data": f"{data or 'none'}; {tokenizer}",
         "checkpoints": "; ".join(folders) or "none",
     }

@@ -30,7 +30,7 @@ from megatron.core.parallelism_config import asked_schedules
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.sharding_table import grads_are_sharded, weights_are_sharded
 from megatron.core.transport.rank_grid import RankGridError, check_instances
-from megatron.core.words import counted
+from megatron.core.words import counted, size_text
 from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.config.expressions import Names, filled, parsed, rows, value_of
 from megatron.training.config.rule_table import Context, refusal, spelled
@@ -121,7 +121,7 @@ def _apply(row: Mapping[str, str], s: Settings, found: Any, names: Names) -> Non
 
 
 def memory_share(c: Context) -> str:
-    whole, share = (f"{size / 2**30:.2f} GiB" for size in (c.memory_bytes, c.memory_bytes // c.ranks_here))
+    whole, share = (size_text(size) for size in (c.memory_bytes, c.memory_bytes // c.ranks_here))
     ranks = counted(c.ranks_here, "rank")
     return f"{share}: of the {whole} that this machine or its control group has, for {ranks} here"
 

@@ -126,7 +126,7 @@ def broken_rules(context: RuleContext, about: Collection[str] | None = None) -> 
 
 def unsupported_flags(context: RuleContext) -> list[Problem]:
     """Flags of Megatron's (or of later issues) that ask for something we do not do, all of them."""
-    asked, _ = _asked_and_idle(context.used)
+    asked, _ = asked_and_idle(context.used)
     refused = [(" ".join((u.spelling, *u.words)), u.spelling, u.entry.fix) for u in asked]
     for name, entry in flag_table().items():
         value = getattr(context, name) if entry.allowed is not None else None
@@ -139,7 +139,7 @@ def unsupported_flags(context: RuleContext) -> list[Problem]:
     return [Problem("not-supported", (flag,), f"{shown}{NOT_SUPPORTED}", fix) for shown, flag, fix in refused]
 
 
-def _asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[UsedFlag]]:
+def asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[UsedFlag]]:
     """Of flags that are not supported, those that ask for something, and settings of features that nobody asks for."""
     unsupported = (u for u in used if u.entry.state is FlagState.UNSUPPORTED)
     asking = [u for u in unsupported if not u.entry.asks_for_nothing(u.words)]
@@ -148,14 +148,20 @@ def _asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[Used
     return [u for u in asking if u not in idle], idle
 
 
+def without_effect(used: Sequence[UsedFlag]) -> dict[str, str]:
+    """Why, by spelling: flags that are accepted without effect, and settings of features that nobody asks for."""
+    told = {u.spelling: u.entry.why for u in used if u.entry.state is FlagState.INERT}
+    for u in asked_and_idle(used)[1]:
+        told[u.spelling] = f"it is a setting of {' or '.join(u.entry.setting_of)}, which is not given"
+    return told
+
+
 def inert_flags(used: Sequence[UsedFlag], values: Mapping[str, Any]) -> list[str]:
     """A warning for each accepted flag without effect, with why. values: of fields that something was said of."""
-    told = {u.spelling: u.entry.why for u in used if u.entry.state is FlagState.INERT}
+    told = without_effect(used)
     for entry in flag_table().values():
         if entry.state is FlagState.INERT and entry.field is not None:
             default = entry.field.default
             if values.get(entry.name, default) != default:
                 told[entry.spelling] = entry.why
-    for u in _asked_and_idle(used)[1]:
-        told[u.spelling] = f"it is a setting of {' or '.join(u.entry.setting_of)}, which is not given"
     return [f"{flag} has no effect here: {why}" for flag, why in told.items()]

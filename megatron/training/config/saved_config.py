@@ -12,19 +12,32 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.core import schema
 from megatron.core.config_base import IDS, arg_info, bounds_of, flag_names, value_type
-from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
+from megatron.core.dist_checkpointing.catalog import (
+    Found,
+    check_loadable,
+    checkpoint_config,
+    choose,
+    config_of,
+)
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import Place, check, integer, number, one_of, or_null
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
+from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.config.values import convert_loaded
 
 CHECKPOINT = "checkpoint"  # the origin of a value that a checkpoint gave
+NOT_HERE = "the model's shape is the checkpoint's, which is not on this machine"
+SAME_MODEL = (  # what to do where weights are of another model
+    "give the same flags, or --use-checkpoint-args to take them from the checkpoint; to begin a new run of this model "
+    "with its weights, --finetune"
+)
 
 _MARKS = {name: info for name, (_, field) in FIELDS.items() if (info := arg_info(field)) is not None}
 # What a load compares, and what --use-checkpoint-args takes.
@@ -125,6 +138,11 @@ def is_elsewhere(load: str | None) -> bool:
     return load is not None and not os.path.exists(load)
 
 
+def shape_elsewhere(checkpoint: CheckpointConfig) -> bool:
+    """Whether the model's shape and tokenizer are those of a checkpoint that is not on this machine."""
+    return checkpoint.use_checkpoint_args and is_elsewhere(checkpoint.load)
+
+
 def may_be_overruled(flags: Sequence[str], given: Collection[str]) -> bool:
     """Whether what is wrong with these flags may be right once --use-checkpoint-args has taken the checkpoint's values.
     given: settings with a value here."""
@@ -148,6 +166,12 @@ def weight_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> lis
         if _decides(name, saved) and _decides(name, here)
         if (before := _plain(name, saved)) != (now := _plain(name, here))
     ]
+
+
+def other_model(found: Found, here: Mapping[str, Any]) -> str:
+    """`weight_differences` of a checkpoint in one text, empty where there are none. Raises CheckpointError."""
+    saved = config_of(found, check_config) if "config" in found.manifest.common else {}
+    return "; ".join(weight_differences(saved, here))
 
 
 def _decides(name: str, config: Mapping[str, Any]) -> bool:
@@ -207,3 +231,36 @@ def check_holds_tokenizer(config: Config, vocab_size: int) -> None:
         flags, fix = "--load --tokenizer-type", "use the tokenizer of that run"
     message = f"{told} is smaller than the tokenizer's vocabulary of {vocab_size}"
     raise ConfigurationError([Problem("padded-vocab-size", tuple(flags.split()), message, fix)])
+
+
+def to_load(values: Mapping[str, Any]) -> tuple[Found | None, list[Problem]]:
+    """Under --check-config: what a launch would load, and why it would end with status 3. It reads the checkpoint's
+    manifest, no tensors."""
+    names = {"load", "finetune", "ckpt_step", "exit_on_missing_checkpoint"}
+    checkpoint = CheckpointConfig(**{name: values[name] for name in names & values.keys()})
+    if checkpoint.load is None:
+        return None, []
+    try:
+        check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
+        found = choose(Path(checkpoint.load), checkpoint.ckpt_step).found
+        if found is not None and values.get("use_checkpoint_args"):
+            config_of(found, check_config)
+    except CheckpointError as error:
+        return None, [_unloadable(error)]
+    return found, []
+
+
+def model_problems(found: Found, config: Config) -> list[Problem]:
+    """The same of a checkpoint whose weights are of another model. Of values that are missing rules tell."""
+    here = {name: value for name, value in config.flat().items() if value is not None}
+    try:
+        differing = other_model(found, here)
+    except CheckpointError as error:
+        return [_unloadable(error)]
+    told = f"--load: {found.directory}: saved from another model: {differing}"
+    return [Problem("load", ("--load",), told, SAME_MODEL)] if differing else []
+
+
+def _unloadable(error: CheckpointError) -> Problem:
+    fix = "name a folder that --save has filled, or an empty one and no flag that needs a checkpoint"
+    return Problem("load", ("--load",), f"--load: {error}", fix)

@@ -15,8 +15,6 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from megatron.core.words import age
-
 RUNNING, FAILING, ENDED = "running", "failing", "ended"
 
 
@@ -161,7 +159,7 @@ def _blame(late: ProgressRecord, waiter: ProgressRecord, now: float, *, silent: 
     kind = "alive, but it makes no progress"
     if silent:
         kind = "killed, stopped, or busy without giving the interpreter free"
-    return f"{text}; last heard of {age(age_s)}, then in {late.place} ({kind})"
+    return f"{text}; last heard of {age_s:.1f} s ago, then in {late.place} ({kind})"
 
 
 def _mismatch(mine: ProgressRecord, records: Mapping[int, ProgressRecord]) -> str | None:

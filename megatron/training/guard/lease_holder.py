@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
 from megatron.core.safe_files import open_regular
 from megatron.core.schema import Place, check, fields_of, integer, or_null, text
+from megatron.core.words import age, time_text
 
 STALE_S = 60.0
 _MAX_BYTES = 1 << 14
@@ -123,7 +124,7 @@ class FoundLease(NamedTuple):
 
     @property
     def heartbeat(self) -> str:
-        return f"dated {-self.age_s:.0f} s ahead of the clock" if self.is_ahead else f"{self.age_s:.0f} s ago"
+        return f"dated {time_text(-self.age_s, 2)} ahead of the clock" if self.is_ahead else age(self.age_s)
 
 
 def look(folder: Path, name: str = LEASE_FILE) -> FoundLease:

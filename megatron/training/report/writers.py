@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from megatron.core import optional
 from megatron.core.safe_files import open_for_append, opened
+from megatron.core.words import time_text
 from megatron.training.config.config import Config
 from megatron.training.config.training_config import LoggingConfig
 from megatron.training.guard.run_folder import OutputPathError
@@ -120,7 +121,7 @@ def _answer(name: str, within_s: float, call: Callable[[], _T]) -> list[_T]:
     if not answers:
         told = [f"{type(one).__name__}: {' '.join(str(one).split())}" for one in failures]
         warn(
-            f"{name} is switched off: {told[0] if told else f'no answer within {within_s:g} s'}; the run goes on"
+            f"{name} is switched off: {told[0] if told else f'no answer within {time_text(within_s)}'}; the run goes on"
         )
     return answers
 
@@ -128,8 +129,8 @@ def _answer(name: str, within_s: float, call: Callable[[], _T]) -> list[_T]:
 class Writers:
     """All sinks of this rank behind one interface.
 
-    A sink that fails (a full disk, a lost connection, a package that is not there) or hangs is switched off with one
-    warning: it must not take the run with it. untracked: tags that no tracker gets.
+    A sink that fails (a full disk, a lost connection) or hangs is switched off with one warning: it must not take the
+    run with it. A package that is not there is refused before the run. untracked: tags that no tracker gets.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import command
-from megatron.core.dist_checkpointing.catalog import check_loadable, choose, config_of
+from megatron.core.dist_checkpointing.catalog import check_loadable
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.config import saved_config
 from megatron.training.config.check_config import build_report, render_json, render_text
@@ -99,7 +99,7 @@ def launch_config(
             raise ConfigurationError([Problem("launcher", (), why, fix)])
         line = read_command_line(words, extra_args_provider, args_defaults)
         if not line.values.get("check_config"):
-            end_at_once(functools.partial(_last_words, env, line.values.get("save")))
+            end_at_once(functools.partial(last_words, env, line.values.get("save")))
         config, problems = _resolved(line, env, needs_data=needs_data)
         problems += more_rules(config)
         check_only = config.training.check_config
@@ -207,8 +207,9 @@ def _record_refusal(
     leave_exit_json(save if writes else None, record, env.record_of_attempt)
 
 
-def _last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
-    """Of a process that a signal stops before the run's own handlers are there: while torch is imported."""
+def last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
+    """Of a process that a signal stops before the run's own handlers are there, while torch is imported: a line, and
+    exit.json. Its exit status."""
     status = stopped_status(save)
     if env.local_rank == 0:
         with contextlib.suppress(OSError):
@@ -227,7 +228,9 @@ def _resolved(
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used, line.values)
     check_only, load = bool(values.get("check_config")), values.get("load")
     elsewhere = check_only and saved_config.is_elsewhere(load)  # what a launch there finds is not known
-    unloadable = _load_problems(values) if check_only and line.complete and not elsewhere else []
+    found, unloadable = (
+        saved_config.to_load(values) if check_only and line.complete and not elsewhere else (None, [])
+    )
     takes_args = bool(values.get("use_checkpoint_args"))
     if takes_args and load is not None and not unloadable and not elsewhere:
         saved = saved_config.saved_config(load, values.get("ckpt_step"))
@@ -254,6 +257,8 @@ def _resolved(
         config, env, tuple(line.used), has_gpu, check_only, needs_data, needs_tokenizer, memory_bytes
     )
     broken = [problem for problem in broken_rules(context) if worth_telling(problem, line.problems)]
+    if found is not None and not config.checkpoint.finetune:
+        unloadable += saved_config.model_problems(found, config)
     if elsewhere and (takes_args or config.checkpoint.needs_checkpoint):
         config = dataclasses.replace(config, notes=(*config.notes, _elsewhere(config.checkpoint)))
         if takes_args:
@@ -274,23 +279,6 @@ def _elsewhere(checkpoint: CheckpointConfig) -> str:
             "whatever the flags say, are"
         )
     return f"--load {checkpoint.load}: not on this machine: {unknown} not known"
-
-
-def _load_problems(values: Mapping[str, Any]) -> list[Problem]:
-    """Under --check-config: why a launch would end with status 3. It reads the checkpoint's manifest, no tensors."""
-    names = {"load", "finetune", "ckpt_step", "exit_on_missing_checkpoint"}
-    checkpoint = CheckpointConfig(**{name: values[name] for name in names & values.keys()})
-    if checkpoint.load is None:
-        return []
-    try:
-        check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
-        found = choose(Path(checkpoint.load), checkpoint.ckpt_step).found
-        if found is not None and values.get("use_checkpoint_args"):
-            config_of(found, saved_config.check_config)
-    except CheckpointError as error:
-        fix = "name a folder that --save has filled, or an empty one and no flag that needs a checkpoint"
-        return [Problem("load", ("--load",), f"--load: {error}", fix)]
-    return []
 
 
 def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:

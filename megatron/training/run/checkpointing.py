@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
-from megatron.training.config.saved_config import SCHEMAS, check_config, weight_differences
+from megatron.training.config.saved_config import SAME_MODEL, SCHEMAS, check_config, other_model
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
 from megatron.training.report import metrics
@@ -199,16 +199,13 @@ class Checkpointer:
 
     def _compare_settings(self, found: Found, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError where settings make another model of the weights; with --finetune a line says so."""
-        saved = catalog.config_of(found, check_config) if "config" in found.manifest.common else {}
-        if not (differing := "; ".join(weight_differences(saved, config))):
+        if not (differing := other_model(found, config)):
             return
         if self._config.finetune:
             self._say(f"WARNING: --finetune goes on from weights of another model: {differing}")
             return
         raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: saved from another model: {differing}. Give the same flags, or "
-            "--use-checkpoint-args to take them from the checkpoint; to begin a new run of this model with its "
-            "weights, --finetune"
+            f"{found.directory / MANIFEST_NAME}: saved from another model: {differing}: {SAME_MODEL}"
         )
 
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:

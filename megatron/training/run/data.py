@@ -19,7 +19,7 @@ from megatron.core.datasets.mock_dataset import MOCK_INDEX_BYTES, MockDataset
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
-from megatron.core.words import counted
+from megatron.core.words import counted, size_text
 from megatron.training.config.config import Config
 from megatron.training.guard.lease_holder import this_machine
 from megatron.training.guard.signals import StopRequested
@@ -173,7 +173,7 @@ def build_data_iterators(
         if isinstance(dataset, MockDataset) and dataset.by_formula:
             session.print_rank_0(
                 f" > mock data, {split}: the order of {len(dataset):,} samples is computed by a formula of --seed, not "
-                f"kept, as its index would take more than {MOCK_INDEX_BYTES / 2**30:.0f} GiB"
+                f"kept, as its index would take more than {size_text(MOCK_INDEX_BYTES)}"
             )
     trained_on = 0 if evaluation.skip_train else sizes.train
     training = _Split("training", trained_on, "--train-iters x --global-batch-size, or --train-samples")

@@ -1,6 +1,7 @@
 """Number 2: weights go on only as the model that they are of. What decides their meaning is said at the field."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -9,6 +10,7 @@ from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.saved_config import CHECKPOINT_FIELDS, WEIGHT_FIELDS, weight_differences
+from megatron.training.run.arguments import launch_config
 from tests.harness import launch
 
 # Fields of the model's configurations that weights mean the same with, whatever their value.
@@ -90,7 +92,16 @@ ROPE = [
 ]
 
 
-def test_a_run_with_another_base_of_rotation_is_refused_and_finetune_says_so(tmp_path):
+def problems_of(capfd, *words):
+    """What --check-config says of a line, as (rule, message)."""
+    with pytest.raises(SystemExit) as ended:
+        launch_config([*words, "--check-config", "--json"])
+    problems = json.loads(capfd.readouterr().out)["problems"]
+    assert ended.value.code == (2 if problems else 0)
+    return [(problem["rule"], problem["message"]) for problem in problems]
+
+
+def test_a_run_with_another_base_of_rotation_is_refused_and_finetune_says_so(tmp_path, monkeypatch, capfd):
     launch.ok(launch.run_forked([*ROPE, "--exit-interval", "2"], cwd=tmp_path))
     other = [*ROPE, "--rotary-base", "500000", "--norm-epsilon", "1e-6"]
     refused = launch.ended(launch.run_forked(other, cwd=tmp_path), 3)
@@ -100,6 +111,23 @@ def test_a_run_with_another_base_of_rotation_is_refused_and_finetune_says_so(tmp
     )
     assert "--use-checkpoint-args" in refused.output
     assert "--finetune" in refused.output
+    # --check-config judges each of these lines as a launch does.
+    monkeypatch.chdir(tmp_path)
+    ((rule, message),) = problems_of(capfd, *other)
+    assert rule == "load"
+    assert message.endswith(
+        "iter_0000002: saved from another model: rotary_base: checkpoint 10000, this run 500000; "
+        "norm_epsilon: checkpoint 1e-05, this run 1e-06"
+    )
+    assert message.partition("saved from")[2] in refused.output
+    for line in (ROPE, [*other, "--finetune"], [*other, "--use-checkpoint-args"]):
+        assert problems_of(capfd, *line) == []
+    # What is missing is told once, and is no difference.
+    missing = problems_of(capfd, "--load", "ck", "--rotary-base", "500000")
+    (message,) = [message for rule, message in missing if rule == "load"]
+    assert "rotary_base" not in message, "without rotary positions it decides nothing"
+    assert "position_embedding_type: checkpoint 'rope'" in message
+    assert "None" not in message
     tuned = launch.ok(launch.run_forked([*other, "--finetune", "--save", "tuned"], cwd=tmp_path))
     (line,) = [line for line in tuned.output.splitlines() if "rotary_base" in line]
     assert line.startswith(

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import get_args, global_vars, initialize_megatron
+from megatron.training.config.saved_config import saved_config
 from megatron.training.guard.lease import Holder, LeaseError, look, take
 from megatron.training.guard.weight_check import NonFiniteWeightsError
 from tests.harness.ranks import run_ranks, share_ranks
@@ -41,6 +43,7 @@ NAN = float("nan")
         (OptimizerConfig, {"lr": NAN}, "OptimizerConfig(lr=nan): expects a finite number"),
         (OptimizerConfig, {"lr": "fast"}, "OptimizerConfig(lr='fast'): expects a number"),
         (OptimizerConfig, {"clip_grad": -1}, "OptimizerConfig(clip_grad=-1): -1.0: must be at least 0"),
+        (OptimizerConfig, {"clip_grad": True}, "OptimizerConfig(clip_grad=True): expects float, got bool"),
         (OptimizerConfig, {"adam_beta2": 1.0}, "OptimizerConfig(adam_beta2=1.0): 1.0: must be"),
         (OptimizerConfig, {"use_distributed_optimizer": 1}, "expects true or false, got 1"),
         (OptimizerConfig, {"fp16": True, "bf16": True}, "OptimizerConfig: fp16 and bf16 exclude each other"),
@@ -55,6 +58,8 @@ NAN = float("nan")
         (TransformerConfig, {"swiglu": True, "squared_relu": True}, "swiglu and squared_relu exclude each other"),
         (TransformerConfig, {"context_parallel_size": 2}, "context_parallel_size 2 is not supported"),
         (TransformerConfig, {"num_moe_experts": 8}, "TransformerConfig(num_moe_experts=8) is not supported"),
+        (TransformerConfig, {"num_moe_experts": 8, "moe_router_topk": 2}, "(moe_router_topk=2) is not supported"),
+        (TransformerConfig, {"multi_latent_attention": True, "kv_lora_rank": 8}, "(kv_lora_rank=8) is not supported"),
         (TransformerConfig, {"pipeline_model_parallel_size": 3}, "num_layers 2"),
         (ModelParallelConfig, {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0"),
         (DistributedDataParallelConfig, {"bucket_size": -1}, "DistributedDataParallelConfig(bucket_size=-1)"),
@@ -103,6 +108,21 @@ def test_all_that_is_wrong_is_told_and_what_is_written_later_too():
 def test_unknown_fields_get_the_nearest(of, field, near):
     with pytest.raises(TypeError, match=rf"{of.__name__}: unknown fields: {field} \(did you mean {near}\?\)"):
         of(**{field: 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "feature"),
+    [
+        ("moe_router_topk", 2, "num_moe_experts"),
+        ("moe_token_dispatcher_type", "allgather", "num_moe_experts"),
+        ("kv_lora_rank", 512, "multi_latent_attention"),
+    ],
+)
+def test_a_setting_without_its_feature_has_no_effect_as_on_the_command_line(field, value, feature):
+    told = f"TransformerConfig({field}={value!r}) has no effect: it is a setting of {feature}, which is not given"
+    with pytest.warns(UserWarning, match=re.escape(told)) as warned:
+        TransformerConfig(**SHAPE, **{field: value})
+    assert [one.filename for one in warned] == [__file__]
 
 
 def wrapped(**fields):
@@ -220,6 +240,22 @@ def start(folder):
     initialize_megatron()
 
 
+def another_model(folder):
+    """Saved and loaded by the model's own configuration, of which the flags say nothing."""
+    args = get_args()
+    args.save = args.load = f"{folder}-rope"
+    rope = {"position_embedding_type": "rope", "num_query_groups": 2}
+    save_checkpoint(1, [wrapped(**rope, rotary_base=500000)], None, None)
+    assert load_checkpoint([wrapped(**rope, rotary_base=500000)], None, None) == (1, 0.0)
+    with pytest.raises(
+        CheckpointError, match="another model: rotary_base: checkpoint 500000, this run 10000"
+    ):
+        load_checkpoint([wrapped(**rope)], None, None)
+    saved = saved_config(args.load)
+    assert (saved["rotary_base"], saved["num_query_groups"]) == (500000, 2)
+    assert saved["group_query_attention"]
+
+
 def leased(ctx, folder, other):
     """A run that holds its folder, loses it, and may not take another's. other: held by the parent process."""
     start(folder)
@@ -236,7 +272,11 @@ def leased(ctx, folder, other):
     with pytest.raises(CheckpointError, match="its lease was taken by another run"):
         save_checkpoint(2, [model], optimizer, scheduler)
     assert not Path(folder, "iter_0000002").exists()
+    with pytest.raises(CheckpointError, match="its lease was taken by another run"):
+        dist_checkpointing.save(model.sharded_state_dict(), folder)
     lease.write_text(holder)
+    for own in (folder, f"{folder}/", os.path.relpath(folder)):
+        dist_checkpointing.save(model.sharded_state_dict(), own)
     with torch.no_grad():
         model.module.decoder.final_layernorm.weight[0] = math.inf
     with pytest.raises(NonFiniteWeightsError, match="is infinite on rank 0"):
@@ -247,6 +287,7 @@ def leased(ctx, folder, other):
         start(other)
     assert not lease.exists()  # one folder a process: given free for the other
     start(folder)
+    another_model(folder)
 
 
 def test_a_loop_of_ones_own_holds_its_folder_as_every_run(tmp_path):

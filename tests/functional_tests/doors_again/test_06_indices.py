@@ -143,7 +143,7 @@ def test_a_llama_3_line_is_accepted(data):
 def test_an_index_beyond_the_limit_says_what_it_takes_and_where():
     line = [*LLAMA_3, "--data-path", "c", "--train-samples", str(2**33)]
     (problem,) = problems_of(line)
-    assert "their index takes 96.0 GiB on the disk of --data-cache-path, once a machine," in problem.message
+    assert "their index takes 96 GiB on the disk of --data-cache-path, once a machine," in problem.message
     assert "rank" not in problem.message
 
 

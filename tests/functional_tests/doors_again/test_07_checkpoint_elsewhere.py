@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron.training.run import arguments
 from megatron.training.run.arguments import launch_config
 
 LINE = "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data".split()
@@ -45,6 +46,31 @@ def test_a_shape_that_the_checkpoint_has_is_not_known(capfd):
     assert {"--bf16", "--global-batch-size", "--num-experts"} <= flags
     status, told = checked(capfd, *words, "--data-args-path", "/")
     assert (status, [problem["rule"] for problem in told["problems"]][-1:]) == (2, ["files"])
+
+
+@pytest.mark.parametrize("shape", [[], SHAPE])
+def test_the_page_states_nothing_that_only_the_checkpoint_knows(capfd, monkeypatch, shape):
+    """It computed parameters, memory and FLOPs of flags that do not count, tokens of a length of 0, and named the
+    vocabulary of a default tokenizer."""
+    words = [*LINE, *shape, "--global-batch-size", "8", "--load", "/somewhere/else", "--use-checkpoint-args"]
+    monkeypatch.setattr(arguments, "_columns", lambda fd: 400)
+    with pytest.raises(SystemExit) as ended:
+        launch_config(["--check-config", *words])
+    assert ended.value.code == 0
+    rows = (line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
+    page = dict(row for row in rows if len(row) == 2)
+    why = "not known: the model's shape is the checkpoint's, which is not on this machine"
+    for label in ("model", "parameters", "pipeline", "memory", "compute"):
+        assert page[label] == why
+    assert page["data"] == "mock data; tokenizer not known"
+    # The length is this line's where it is given, else the checkpoint's.
+    step, run = ("8 samples a step, tokens not known", "80 samples, tokens not known")
+    if shape:
+        step, run = "8 samples = 256 tokens a step", "80 samples, 2,560 tokens"
+    assert page["batch"] == f"{step}: 1 replica x 4 microbatches of 2"
+    assert page["training"] == f"10 steps, {run}"
+    status, told = checked(capfd, *words)
+    assert (status, told["pipeline"], told["parameters"]["total"]) == (0, None, None)
 
 
 def test_what_is_here_is_judged_as_before(capfd, tmp_path):

@@ -149,6 +149,7 @@ def test_only_words_make_figures():
         "metrics.py", "timers.py", "reporter.py", "words.py", "screen.py", "lease.py", "rendezvous.py", "saving.py",
         "schema.py", "simulate.py", "starts.py", "page.py", "lanes.py", "charts.py", "run_tests.py", "fsdp_hiding.py",
         "flags.py", "fully_shard.py", "peer_loss.py", "shm_transport.py",
+        "progress.py", "hang_diagnosis.py",
     }  # fmt: skip
     own = re.compile(
         r"""/ ?2\*\*[123]0|\{[^{}"]*:[,0-9]*\.\d[efg%]\}|\{[^{}"]*:g\}|'s' \*|"s" if|'' if \w+ == 1"""

@@ -89,7 +89,7 @@ def test_signals_reach_the_ranks(tmp_path, number):
         f"signal.signal({int(number)}, lambda *_: None)\n"
         "pathlib.Path('rank' + os.environ['RANK']).touch()\n"
         "signal.pause()\n"
-        "print('rank', os.environ['RANK'], 'has heard')\n"
+        "os.write(1, f\"rank {os.environ['RANK']} has heard\\n\".encode())\n"
     )
     (tmp_path / "output").write_text("")
     run = Launched(tmp_path, ["--nproc-per-node", "2", "--", waits], tmp_path / "output")

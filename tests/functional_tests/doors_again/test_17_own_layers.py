@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import transformer as core_transformer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.mappings import (
@@ -30,6 +31,11 @@ from megatron.core.tensor_parallel.mappings import (
 from tests.harness.ranks import share_ranks
 
 WIDTH, INNER, VOCABULARY, SEQUENCE, BATCH, STEPS = 8, 16, 12, 6, 2, 3
+
+
+def test_the_base_of_models_is_at_both_of_its_paths():
+    assert core_transformer.MegatronModule is MegatronModule
+    assert core_transformer.TransformerConfig is TransformerConfig
 
 
 def groups(ctx):

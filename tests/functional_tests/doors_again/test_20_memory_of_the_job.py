@@ -58,7 +58,7 @@ def test_every_other_asker_sees_the_job_too():
     assert Device("cpu").free_bytes() == 100_000_000
     assert LaunchEnv.memory_bytes() == JOB
     require_memory(90_000_000, "an index")
-    with pytest.raises(DataError, match=re.escape("this machine has 0.1 left")):
+    with pytest.raises(DataError, match=re.escape("this machine has 95.37 MiB left")):
         require_memory(110_000_000, "an index")
 
 

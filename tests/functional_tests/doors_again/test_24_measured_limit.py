@@ -54,9 +54,9 @@ def test_where_nothing_keeps_to_it_both_figures_and_the_flag_are_named():
     with pytest.raises(RankLimitError) as refused:
         solve_again(spec, costs, MICROBATCHES, MICROBATCHES, splits=True, lanes=spec.lanes, alike=alike)
     said = re.search(
-        r"holds (\S+ MB) by measured .* planned to hold (\S+ MB) by estimated", str(refused.value)
+        r"holds (\S+) MiB by measured .* planned to hold (\S+) KiB by estimated", str(refused.value)
     )
-    assert float(said[1].split()[0]) > 1 > float(said[2].split()[0])
+    assert float(said[1]) * 2**20 > 1_000_000 > float(said[2]) * 2**10
     assert "--rank-memory-limit 1000000" in str(refused.value)
 
 

@@ -44,7 +44,7 @@ def train(folder, flags, ranks, script=launch.GPT):
 
 def in_bytes(text):
     number, unit = text.split()
-    return float(number) * {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+    return float(number.replace(",", "")) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
 
 
 @pytest.fixture

@@ -301,22 +301,26 @@ def test_a_path_that_the_terminal_cannot_show(monkeypatch):
         ("--global-batch-size 2097152 --train-iters 1", "plan-size"),
         ("--global-batch-size 65536 --pipeline-model-parallel-size 2 --pipeline-schedule auto", "plan-size"),
         ("--global-batch-size 131072 --pipeline-model-parallel-size 2 --enable-zero-bubble", "plan-size"),
-        ("--train-iters 1000000000000", "index-size"),
-        ("--train-iters 100000000 --seq-length 16777216", "index-size"),  # documents of mock data
-        ("--eval-iters 1000000000000", "index-size"),
+        ("--train-iters 1000000000000 --data-path a", "index-size"),
+        ("--eval-iters 1000000000000 --data-path a", "index-size"),
     ],
 )
 def test_work_without_end_is_refused_with_an_estimate(words, rule):
-    problems = problems_of(*SMALL, *words.split(), "--world-size", "2", "--check-config")
+    small = [word for word in SMALL if "--data-path" not in words or word != "--mock-data"]
+    problems = problems_of(*small, *words.split(), "--world-size", "2", "--check-config")
     assert rule in [problem.rule for problem in problems]
 
 
-def test_an_index_larger_than_this_machine_is_refused_here_and_may_be_made_elsewhere(monkeypatch):
-    words = [*SMALL, "--train-iters", "100000000"]
-    monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda: 2**30))
+def test_an_index_larger_than_this_machine_is_refused_here_and_may_be_made_elsewhere(monkeypatch, tmp_path):
+    assert parse_config([*SMALL, "--train-iters", "100000000"]).data.mock_data  # which needs none
+    (tmp_path / "c.bin").touch()
+    (tmp_path / "c.idx").touch()
+    corpus = ["--data-path", str(tmp_path / "c"), "--tokenizer-type", "ByteTokenizer"]
+    words = [*(word for word in SMALL if word != "--mock-data"), *corpus, "--train-iters", "100000000"]
+    monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda: 2**28))
     (problem,) = problems_of(*words)
     assert problem.rule == "index-size"
-    assert "this machine has 1 GiB" in problem.message
+    assert "this machine has 256 MiB" in problem.message
     assert parse_config([*words, "--check-config"]).training.train_iters == 10**8
     assert parse_config([*words, "--dataloader-type", "external"]).training.train_iters == 10**8
 

@@ -167,7 +167,7 @@ def test_a_gemma_trains_alike_in_a_pipeline_and_on_one_rank_and_its_shape_is_in_
     loading = [*launch.TINY, "--num-layers", "4", "--load", str(tmp_path / "ck"), "--ckpt-step", "2"]
     loading += ["--train-iters", "3"]
     other = launch.ended(launch.run_forked(loading), 3)
-    for field in ("geglu_tanh", "add_attention_output_bias", "embedding_multiplier"):
+    for field in ("geglu_tanh", "add_bias_linear", "embedding_multiplier"):
         assert field in other.output
     taken = launch.ok(launch.run_forked([*loading, "--use-checkpoint-args"])).losses()
     assert taken == {3: alone[3]}

@@ -130,7 +130,7 @@ def test_each_command_works_from_an_empty_folder(installed):
     assert shown.startswith("zbv: 2 ranks x 2 chunks")
     (installed.folder / "my.txt").write_text("what is it that we say here? " * 60)
     made = "data preprocess --input my.txt --output-prefix my --append-eod --tokenizer-type ByteTokenizer"
-    assert "1 documents" in installed.run(zero, *made.split(), torch=False)
+    assert "1 document, " in installed.run(zero, *made.split(), torch=False)
     own = [*TINY, "--data-path", "my_text_document", "--split", "1", "--save", "ck", "--save-interval", "2"]
     launcher = [zero, *"launch --nproc-per-node 2 -- train --pipeline-model-parallel-size 2".split()]
     trained = installed.run(*launcher, *own)

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.transport.parallel_state import single_process
+from megatron.training.guard.signals import SignalHandler
 from megatron.training.report.timers import Timers
 from megatron.training.run import training
 from megatron.training.run.arguments import parse_config
@@ -73,7 +74,8 @@ def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
     for name in ("publish", "provide"):
         monkeypatch.setattr(training.global_vars, name, lambda *_args, **_kwargs: None)
     run = object.__new__(training._Run)
-    run.env, run.config, run.signals, run.folder = SimpleNamespace(rank=1), None, None, None
+    run.env, run.config, run.folder = SimpleNamespace(rank=1), None, None
+    run.signals = SignalHandler()
     with pytest.raises(FloatingPointError) if error else contextlib.nullcontext():
         assert run.run(None, None, None) == "ending"
     assert log == ["run", "close"]

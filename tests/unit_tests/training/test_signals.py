@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.guard import signals as signals_module
 from megatron.training.guard.signals import SignalHandler
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,7 +37,8 @@ def start(body, **kw):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_first_signal_only_sets_the_flag_and_handlers_come_back(number):
+def test_first_signal_only_sets_the_flag_and_handlers_come_back(number, monkeypatch):
+    monkeypatch.setattr(signals_module, "_before", {})  # of a launch in this process
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     with SignalHandler(echo_s=60) as signals:
         assert signals.requested() is None

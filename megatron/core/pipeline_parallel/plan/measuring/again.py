@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
-from megatron.core.words import between, plain, share_text, size_text
+from megatron.core.words import plain, share_text, size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,8 @@ class MeasuredPlan:
 
 
 def _range(values: Sequence[float]) -> str:
-    return between([*map(plain, (min(values), max(values)))])
+    """`1.2-1.5`, in one word: scripts read the line."""
+    return "-".join(dict.fromkeys(map(plain, (min(values), max(values)))))
 
 
 _NS_PER_MS = 1e6
@@ -293,7 +294,7 @@ def _chosen_again(
         plan_for(best.spec, sizes[1], PlanPurpose.TRAIN)
     except PlanError as error:
         raise RankLimitError(
-            f"--rank-memory-limit {over.limit:.0f}: pipeline rank {over.rank} holds {size_text(over.measured)} by "
+            f"--rank-memory-limit {int(over.limit)}: pipeline rank {over.rank} holds {size_text(over.measured)} by "
             f"measured activations, and was planned to hold {size_text(over.planned)} by estimated ones. Nothing else "
             f"on these stages keeps to the limit: {error}. Give --rank-memory-limit {math.ceil(over.measured)} or "
             "more, smaller microbatches, or each rank fewer layers"

@@ -15,7 +15,7 @@ from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
 MIB = 2**20
 HELD = HeldBytes(at_rest=3 * MIB, gathered=MIB, gradients=MIB // 2, activations=6 * MIB)
-HELD_TEXT = "1512 KiB (at rest 3 MiB, gathered 1 MiB, gradients 512 KiB, activations 6 MiB)"
+HELD_TEXT = "10.5 MiB (at rest 3 MiB, gathered 1 MiB, gradients 512 KiB, activations 6 MiB)"
 MOVES = StepMoves(
     24, 1, 0, 0, 45 * MIB, lane_share=0.61, exposed_share=0.032
 )  # of a plan without measured costs

@@ -30,8 +30,8 @@ def test_a_schedule_solved_again():
         path="out/pipeline-plan.json",
     )
     begin = (
-        " > pipeline solved again after iteration 109 (iterations 100-109): F 1.500-2.000, B 1.000, "
-        "W 0.250-0.500 ms a stage, a transfer 0.125 ms; planned bubble 25.00%"
+        " > pipeline solved again after iteration 109 (iterations 100-109): F 1.5-2, B 1, "
+        "W 0.25-0.5 ms a stage, a transfer 0.125 ms; planned bubble 25.00%"
     )
     line = MeasuredPlan.line
     assert line(plan) == f"{begin} -> 12.50%, zb-1p 0123456789ab, saved as out/pipeline-plan.json"
