@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.fields import Inner, KeyValueHeads, Number, Only, Rope, Size, Vocabulary
+from megatron.interchange.fields import Inner, KeyValueHeads, Number, Only, Size, Vocabulary
 from megatron.interchange.moves import Move, all_rows, grouped_qkv, stacked, whole
+from megatron.interchange.positions import Rope
 
 SILU = Only("hidden_act", ("silu",), "this architecture's MLP is gated by SiLU here (--swiglu)")
 SIZES = (

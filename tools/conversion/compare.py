@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Rectangle
 from megatron.interchange.hf_folder import CONFIG, HFSource, open_folder
 from tools.conversion.source_reader import SourceReader
@@ -28,7 +28,7 @@ class Difference:
     largest: float | None = None
 
 
-def open_source(path: Path, ckpt_step: int | None = None) -> Source:
+def open_source(path: Path, ckpt_step: int | None = None) -> TensorSource:
     """A checkpoint of ours, or a Hugging Face folder. Raises CheckpointError."""
     if (path / CONFIG).is_file():
         opened = open_folder(path)
@@ -39,7 +39,7 @@ def open_source(path: Path, ckpt_step: int | None = None) -> Source:
     return choice.found
 
 
-def differences(one: Source, other: Source) -> list[Difference]:
+def differences(one: TensorSource, other: TensorSource) -> list[Difference]:
     """Of the model's tensors, in the order of names; [] where every bit is the same. Rows of a padded vocabulary that
     only one has are compared with zero; values of different dtypes are compared as fp64."""
     names = [{name for name in source.tensors if name.startswith(PREFIX)} for source in (one, other)]

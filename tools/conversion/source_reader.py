@@ -1,4 +1,4 @@
-"""Tensors of any `Source`, whole or a rectangle of them, read in the order of files."""
+"""Tensors of any `TensorSource`, whole or a rectangle of them, read in the order of files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.storage import ChunkReader
 from megatron.core.rectangles import Rectangle
 
@@ -16,7 +16,7 @@ from megatron.core.rectangles import Rectangle
 class SourceReader(contextlib.ExitStack):
     """Files are opened when they are first needed, and stay open until it is closed."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TensorSource) -> None:
         super().__init__()
         self.source = source
         self._readers: dict[str, ChunkReader] = {}

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
-from megatron.core.dist_checkpointing.source import Source
+from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
 from megatron.core.transport.parallel_state import ParallelState, single_process
@@ -54,7 +54,7 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
 
 
 def load_pieces(
-    source: Source,
+    source: TensorSource,
     pieces: Sequence[LocalPiece],
     ps: ParallelState | None = None,
     *,
@@ -100,7 +100,7 @@ def _listed(names: Iterable[str]) -> str:
     )
 
 
-def _compare(source: Source, pieces: Sequence[LocalPiece], convert: bool) -> None:
+def _compare(source: TensorSource, pieces: Sequence[LocalPiece], convert: bool) -> None:
     """Names, shapes and dtypes of this rank's pieces against the checkpoint's."""
     path = source.described_in
     if missing := {piece.name for piece in pieces} - source.tensors.keys():
@@ -117,7 +117,7 @@ def _compare(source: Source, pieces: Sequence[LocalPiece], convert: bool) -> Non
             )
 
 
-def verify(source: Source, ps: ParallelState | None = None) -> None:
+def verify(source: TensorSource, ps: ParallelState | None = None) -> None:
     """Check every file, each by one rank: of our checkpoints SHA-256 and header.
 
     Communicates over the whole world; raises CheckpointError on all ranks together, naming the file.

@@ -1,6 +1,6 @@
 """What a checkpoint is to whoever loads it: tensors made of chunks, and where a chunk's values lie (floor 0, pure).
 
-Our own checkpoints are one `Source` (`catalog.Found`); a folder of another format is another, whose chunks are
+Our own checkpoints are one `TensorSource` (`catalog.Found`); a folder of another format is another, whose chunks are
 rectangles of arrays that it stores by its own names, in its own order of dims.
 """
 
@@ -60,7 +60,7 @@ class SourceTensor(Protocol):
     def chunks(self) -> tuple[StoredChunk, ...]: ...
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A checkpoint that pieces can be filled from. described_in: the file that lists its tensors, for messages."""
 
     @property

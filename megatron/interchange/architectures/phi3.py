@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.interchange.architecture import Architecture
 from megatron.interchange.decoder_table import ALWAYS, SILU, SIZES
-from megatron.interchange.fields import Dropout, HeadDim, Number, Only, Original, Tied, Window
+from megatron.interchange.fields import Dropout, HeadDim, Number, Only, Tied
 from megatron.interchange.moves import Move, Rows, grouped_qkv, whole
+from megatron.interchange.positions import Original, Window
 
 
 def tensors(config: TransformerConfig) -> Iterator[Move]:

@@ -2,7 +2,8 @@
 
 from megatron.interchange.architecture import Architecture
 from megatron.interchange.decoder_table import ALWAYS, SILU, SIZES, decoder
-from megatron.interchange.fields import AttentionBias, FullAttention, HeadDim, NoDropout, Number, Tied, Window
+from megatron.interchange.fields import AttentionBias, HeadDim, NoDropout, Number, Tied
+from megatron.interchange.positions import FullAttention, Window
 
 ARCHITECTURE = Architecture(
     "qwen3",

@@ -34,7 +34,10 @@ def test_what_goes_in_comes_out(name, tmp_path):
         assert torch.equal(value, other[key]), key
     configs = before.config.to_dict(), after.config.to_dict()
     differing = {key for key in {**configs[0], **configs[1]} if configs[0].get(key) != configs[1].get(key)}
-    assert differing <= {"_name_or_path", "hidden_activation"}, differing
+    # A window that all positions lie in is none.
+    assert differing <= {"_name_or_path", "hidden_activation"} | (
+        {"sliding_window"} if name == "mistral" else set()
+    )
     written = {path.name for path in back.iterdir()}
     index = json.loads((back / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {name for name in written if name.endswith(".safetensors")}

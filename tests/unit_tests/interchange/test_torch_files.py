@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.interchange.inert_pickle import Inert, plain, read_pickle
-from megatron.interchange.megatron_folder import open_torch, open_torch_dist
+from megatron.interchange.megatron_folder import open_torch_dist
+from megatron.interchange.megatron_ranks import open_torch
 from megatron.interchange.torch_archive import Archive
 from tools.conversion.source_reader import SourceReader
 
