@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pre-train a GPT model, with Megatron-LM's command line.
 
-    python tools/launch.py --nproc-per-node 2 -- pretrain_gpt.py --num-layers 8 --hidden-size 512 ... --data-path my_corpus_text_document
+    python tools/launch.py --nproc-per-node 2 -- pretrain_gpt.py --num-layers 8 ... --data-path my_corpus_text_document
 
 Three providers (model, batch and loss, data sets) and a call of `pretrain`: copy this file to train another model.
 Flags are parsed and checked before torch is imported, so a wrong launch line is refused within half a second.
