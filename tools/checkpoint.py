@@ -1,6 +1,7 @@
 """Checkpoints of other formats in and out, compared and shown. One process, no device, one tensor in memory at a time.
 
     python tools/checkpoint.py import --hf DIR --save DIR          iteration 0 of a Hugging Face model
+    python tools/checkpoint.py import --megatron DIR --save DIR    the same of Megatron-LM's torch_dist or torch
     python tools/checkpoint.py export --load DIR --hf DIR          a Hugging Face folder of the newest checkpoint
     python tools/checkpoint.py compare A B                         tensor by tensor, each of any format
 
@@ -46,7 +47,11 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="import|export|compare")
     into = commands.add_parser("import", help="write a checkpoint of ours", allow_abbrev=False)
-    into.add_argument("--hf", required=True, type=Path, metavar="DIR", help="folder with config.json")
+    source = into.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf", type=Path, metavar="DIR", help="folder with config.json")
+    source.add_argument(
+        "--megatron", type=Path, metavar="DIR", help="folder of Megatron-LM's checkpoints, or one"
+    )
     into.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder of checkpoints")
     into.add_argument(
         "--max-position-embeddings", type=int, metavar="N", help="fewer positions than config.json has"
@@ -73,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status. Raises CheckpointError."""
-    from tools.conversion import compare, hugging_face  # these bring torch
+    from tools.conversion import compare, hugging_face, megatron  # these bring torch
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -85,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{len(told)} tensors differ" if told else "every tensor is the same, bit for bit")
         return int(bool(told))
     common: dict[str, Any] = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size, "say": say}
-    if args.command == "import":
+    if args.command == "import" and args.megatron is not None:
+        made = megatron.import_folder(args.megatron, args.save, **common)
+    elif args.command == "import":
         given = {"max_position_embeddings": args.max_position_embeddings}
         given = {key: value for key, value in given.items() if value is not None}
         made = hugging_face.import_folder(args.hf, args.save, given=given, **common)

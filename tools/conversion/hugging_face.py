@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,39 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron import __version__
-from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.catalog import CheckpointKind, Found, config_of, directory_name
-from megatron.core.dist_checkpointing.files import CheckpointError, write_file
-from megatron.core.dist_checkpointing.manifest import (
-    MANIFEST_NAME,
-    ChunkEntry,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    canonical,
-    config_digest,
-)
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts
+from megatron.core.dist_checkpointing.catalog import Found, config_of
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
-from megatron.core.rectangles import Dims
 from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
-from megatron.core.transport.rank_grid import AXES
 from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
 from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
 from megatron.interchange.known import ARCHITECTURES, architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
-from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.saved_config import check_config
+from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
 from tools.conversion.source_reader import SourceReader, view
 from tools.conversion.stream import PlannedFile, Say, in_files, planned_file, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 PREFIX, MAIN = "model.", "optimizer.main_weight."
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_FLAGS = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
 _MAX_COPIED_BYTES = 256 << 20
 
 
@@ -59,86 +43,15 @@ def import_folder(
     """
     opened = open_folder(folder, given)
     source = HFSource(opened, opened.model.vocab_size)
-    target = save / directory_name(0)
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target}: there already: give --save another folder")
-    stored = {name: DTYPES[dtype] if dtype else entry.dtype for name, entry in source.tensors.items()}
-    facts = {
-        f"{name}[{_box_text(entry.shape)}]": PieceFacts(
-            name, stored[name], entry.shape, (0,) * len(entry.shape), entry.shape
-        )
-        for name, entry in source.tensors.items()
-    }
-    by_file = in_files([one.stored for one in facts.values()], max_shard_bytes)
-    files = [
-        planned_file(f"shard_{number:05d}.safetensors", sorted(tensors, key=lambda one: one.rank))
-        for number, tensors in enumerate(by_file)
-    ]
-    tag = _fingerprint(
-        opened.json, {key: tuple(vars(one).values()) for key, one in opened.arrays.items()}, dtype
-    )
-    temporary = save / directory_name(0, CheckpointKind.TEMPORARY, tag)
-    with SourceReader(source) as reader:
+    beside = save / BESIDE
 
-        def value(one: StoredTensor) -> Tensor:
-            return reader.read(facts[one.key].name).to(TORCH_DTYPES[one.dtype])
+    def settings() -> dict[str, Any]:
+        there = beside if _copy_tokenizer(folder, beside) else folder
+        return {**opened.model.flags, **tokenizer_flags(there, opened.model.vocab_size)}
 
-        entries = write_files(temporary, files, value, say)
-    for file in source.files:
-        source.verify_file(file)
-    flags = tokenizer_flags(folder, opened.model.vocab_size)
-    if _copy_tokenizer(folder, save / BESIDE):
-        flags = tokenizer_flags(save / BESIDE, opened.model.vocab_size)
-    config = _config({**opened.model.flags, **flags}, opened.model.vocab_size, set(stored.values()))
-    manifest = _manifest(config, facts, files, entries)
-    write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
-    for note in commit.commit(temporary, save, 0, may_replace=False):
-        say(note)
-    return target
-
-
-def _box_text(shape: Dims) -> str:
-    return ",".join(f"0:{size}" for size in shape)
-
-
-def _fingerprint(*facts: Any) -> str:
-    return hashlib.sha256(canonical([__version__, *facts])).hexdigest()[:16]
-
-
-def _config(flags: Mapping[str, Any], vocab_size: int, dtypes: set[str]) -> Config:
-    """The configuration of a run of that model."""
-    floats = dtypes if len(dtypes) == 1 else set()
-    values = {"seq_length": flags["max_position_embeddings"], **flags, **_FLAGS.get("".join(floats), {})}
-    values |= {"padded_vocab_size": vocab_size, "make_vocab_size_divisible_by": 1, "micro_batch_size": 1}
-    return resolve(values, dict.fromkeys(values, "checkpoint"), Machine())
-
-
-def _manifest(
-    config: Config, facts: Mapping[str, PieceFacts], files: Any, entries: Mapping[str, FileEntry]
-) -> Manifest:
-    tensors = {
-        fact.name: TensorEntry(
-            fact.dtype,
-            fact.global_shape,
-            (ChunkEntry(fact.offset, fact.shape, file.name, one.key, begin),),
-        )
-        for file in files
-        for one, begin in zip(file.tensors, file.begins, strict=True)
-        for fact in (facts[one.key],)
-    }
-    common = json.loads(canonical({"config": config.flat(), "iteration": 0, "consumed_train_samples": 0}))
-    return Manifest(
-        iteration=0,
-        consumed_train_samples=0,
-        world_size=1,
-        topology=dict.fromkeys(AXES, 1),
-        config_hash=config_digest(common),
-        code_version=__version__,
-        torch_version=torch.__version__,
-        files=dict(entries),
-        tensors=tensors,
-        common=common,
-        per_rank=({},),
+    facts = [opened.json, {key: tuple(vars(one).values()) for key, one in opened.arrays.items()}]
+    return write_checkpoint(
+        source, save, settings, opened.model.vocab_size, facts, dtype, max_shard_bytes, say
     )
 
 
@@ -181,7 +94,7 @@ def export_folder(
     json_config = one.write(config.model, rows)
     out = _Outgoing(found, one.catalogue(config.model, rows, padded), dtype)
     files = out.files(max_shard_bytes)
-    tag = _fingerprint(found.manifest_sha256, one.model_type, dtype, max_shard_bytes, rows)
+    tag = fingerprint(found.manifest_sha256, one.model_type, dtype, max_shard_bytes, rows)
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
     with SourceReader(found) as reader:
         write_files(temporary, files, functools.partial(out.value, reader), say)
