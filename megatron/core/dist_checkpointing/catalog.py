@@ -20,14 +20,15 @@ import dataclasses
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
 from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, TensorEntry, read_manifest
+from megatron.core.dist_checkpointing.verification import verify_file
 from megatron.core.safe_files import read_bytes
 from megatron.core.schema import Place
 from megatron.core.words import printable, printable_json
@@ -67,6 +68,26 @@ class Found:
     iteration: int
     manifest: Manifest
     manifest_sha256: str
+
+    @property
+    def described_in(self) -> Path:
+        return self.directory / MANIFEST_NAME
+
+    @property
+    def follows_links(self) -> bool:
+        return False
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return self.manifest.tensors
+
+    @property
+    def files(self) -> Collection[str]:
+        return self.manifest.files
+
+    def verify_file(self, name: str) -> None:
+        """SHA-256 and header of a file. Raises CheckpointError."""
+        verify_file(self.directory, self.manifest, name)
 
     def place(self, where: str = "") -> Place:
         """A field of its manifest, for messages."""

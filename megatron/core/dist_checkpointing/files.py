@@ -64,9 +64,9 @@ def named_errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[int]:
-    """`safe_files.open_regular` (no links), with `named_errors`."""
-    with named_errors(path), safe_files.open_regular(path) as fd:
+def open_regular(path: Path, *, follow: bool = False) -> Iterator[int]:
+    """`safe_files.open_regular` (no links unless `follow`), with `named_errors`."""
+    with named_errors(path), safe_files.open_regular(path, follow=follow) as fd:
         yield fd
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import safetensors_format as safetensors
 from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
-from megatron.core.dist_checkpointing.files import CheckpointError, open_regular, read_exactly, sha256_of
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
+from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.dist_checkpointing.storage import SafeStorageReader
 from megatron.core.transport.parallel_state import ParallelState, single_process
@@ -54,7 +54,7 @@ def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | Non
 
 
 def load_pieces(
-    found: Found,
+    source: TensorSource,
     pieces: Sequence[LocalPiece],
     ps: ParallelState | None = None,
     *,
@@ -71,16 +71,18 @@ def load_pieces(
     touched unless a file becomes unreadable between check and use.
     """
     with step() as compared:
-        _compare(found, pieces, convert)
+        _compare(source, pieces, convert)
         compared.value = sorted({piece.name for piece in pieces})
     wanted = {name for names in compared.gather(ps) for name in names}
-    unused = [name for name in found.manifest.tensors.keys() - wanted if name.startswith(tuple(prefixes))]
+    unused = [name for name in source.tensors.keys() - wanted if name.startswith(tuple(prefixes))]
     if unused:
-        path = found.directory / MANIFEST_NAME
-        raise CheckpointError(f"{path}: tensors that this run does not have: {_listed(unused)}")
-    verify(found, ps)
+        raise CheckpointError(
+            f"{source.described_in}: tensors that this run does not have: {_listed(unused)}"
+        )
+    verify(source, ps)
     with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
-        reader, planner = SafeStorageReader(found.directory, found.manifest), PieceLoadPlanner(pieces)
+        reader = SafeStorageReader(source.directory, source.tensors, follow=source.follows_links)
+        planner = PieceLoadPlanner(pieces)
         metadata = reader.read_metadata()
         planner.set_up_planner({}, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -98,13 +100,13 @@ def _listed(names: Iterable[str]) -> str:
     )
 
 
-def _compare(found: Found, pieces: Sequence[LocalPiece], convert: bool) -> None:
-    """Names, shapes and dtypes of this rank's pieces against the manifest."""
-    path = found.directory / MANIFEST_NAME
-    if missing := {piece.name for piece in pieces} - found.manifest.tensors.keys():
+def _compare(source: TensorSource, pieces: Sequence[LocalPiece], convert: bool) -> None:
+    """Names, shapes and dtypes of this rank's pieces against the checkpoint's."""
+    path = source.described_in
+    if missing := {piece.name for piece in pieces} - source.tensors.keys():
         raise CheckpointError(f"{path}: tensors that this run needs are missing: {_listed(missing)}")
     for piece in pieces:
-        saved, where = found.manifest.tensors[piece.name], f"{path}: tensor {piece.name}"
+        saved, where = source.tensors[piece.name], f"{path}: tensor {piece.name}"
         if saved.shape != tuple(piece.global_shape):
             raise CheckpointError(f"{where}: expected shape {tuple(piece.global_shape)}, found {saved.shape}")
         dtype = dtype_name(piece.tensor.dtype)
@@ -115,46 +117,13 @@ def _compare(found: Found, pieces: Sequence[LocalPiece], convert: bool) -> None:
             )
 
 
-def verify(found: Found, ps: ParallelState | None = None) -> None:
-    """Check every file's SHA-256 and header, each by one rank.
+def verify(source: TensorSource, ps: ParallelState | None = None) -> None:
+    """Check every file, each by one rank: of our checkpoints SHA-256 and header.
 
     Communicates over the whole world; raises CheckpointError on all ranks together, naming the file.
     """
     ps = ps or single_process()
     with step() as verified:
-        for name in sorted(found.manifest.files)[ps.rank :: ps.world_size]:
-            verify_file(found.directory, found.manifest, name)
+        for name in sorted(source.files)[ps.rank :: ps.world_size]:
+            source.verify_file(name)
     verified.gather(ps)
-
-
-def verify_file(directory: Path, manifest: Manifest, name: str) -> None:
-    """Check one file; CheckpointError says what was expected and what was found."""
-    entry, path = manifest.files[name], directory / name
-    with open_regular(path) as fd:
-        found = sha256_of(fd, path, entry.bytes)
-        if found != entry.sha256:
-            raise CheckpointError(f"{path}: SHA-256 is {found}, expected {entry.sha256}")
-        _check_header(fd, path, manifest, name)
-
-
-def _check_header(fd: int, path: Path, manifest: Manifest, name: str) -> None:
-    """The file's own header must be, byte for byte, the one that follows from the manifest."""
-    placed = [
-        (safetensors.StoredTensor(chunk.key, tensor.dtype, chunk.shape), chunk.begin)
-        for tensor in manifest.tensors.values()
-        for chunk in tensor.chunks
-        if chunk.file == name
-    ]
-    placed.sort(key=lambda pair: pair[0].rank)
-    if len({stored.key for stored, _ in placed}) != len(placed):
-        raise CheckpointError(f"{path}: {MANIFEST_NAME} lists two chunks under one key")
-    expected, places = safetensors.build_header([stored for stored, _ in placed])
-    prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
-    try:
-        length = safetensors.header_length(prefix, manifest.files[name].bytes)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    if safetensors.LENGTH_BYTES + length != len(expected) or places[:-1] != [begin for _, begin in placed]:
-        raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about where tensors begin")
-    if bytes(read_exactly(fd, path, 0, len(expected))) != expected:
-        raise CheckpointError(f"{path}: header and {MANIFEST_NAME} disagree about keys, dtypes or shapes")

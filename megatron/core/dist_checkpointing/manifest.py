@@ -22,12 +22,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from megatron.core import schema
 from megatron.core.dist_checkpointing.files import CheckpointError, open_regular, read_exactly
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
-from megatron.core.rectangles import Rectangle, fill_error
+from megatron.core.rectangles import Dims, Rectangle, fill_error
 from megatron.core.schema import Place, array, integer, mapping, one_of, text
 from megatron.core.transport.rank_grid import AXES
 
@@ -85,6 +85,16 @@ class ChunkEntry(Rectangle):
     file: str
     key: str
     begin: int
+    transposed: ClassVar[bool] = False
+
+    @property
+    def stored(self) -> Dims:
+        """All of the array: a chunk of ours is stored by itself."""
+        return self.shape
+
+    @property
+    def at(self) -> Dims:
+        return (0,) * len(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

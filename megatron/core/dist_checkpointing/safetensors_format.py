@@ -20,6 +20,8 @@ ITEM_BYTES = {
 }  # fmt: skip
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+MAX_DIMS = 16
+MAX_BYTES = 1 << 56
 
 
 class StoredTensor(NamedTuple):
@@ -35,10 +37,12 @@ class StoredTensor(NamedTuple):
         return -ITEM_BYTES[self.dtype], self.key
 
 
-def build_header(entries: Sequence[StoredTensor]) -> tuple[bytes, list[int]]:
+def build_header(
+    entries: Sequence[StoredTensor], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[int]]:
     """The bytes before the data; and where in the file each tensor begins, and the last one ends. Entries in the order
-    of the file."""
-    table: dict[str, Any] = {}
+    of the file. metadata: texts of others' readers."""
+    table: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     places = [0]
     for key, dtype, shape in entries:
         assert key not in table, f"two tensors named {key!r} in one file"
@@ -58,3 +62,53 @@ def header_length(prefix: bytes, file_bytes: int) -> int:
     if length > limit:
         raise ValueError(f"header length is {length} bytes, expected at most {limit}")
     return int(length)
+
+
+class StoredArray(NamedTuple):
+    """A tensor of a file that somebody else has written. begin: its first byte in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+def parse_header(text: bytes, file_bytes: int) -> dict[str, StoredArray]:
+    """What a header of any writer lists. text: behind the first 8 bytes. Raises ValueError where it cannot be true: the
+    format has no gaps, no overlaps and no bytes behind the last tensor."""
+    table = json.loads(text)
+    if not isinstance(table, dict):
+        raise ValueError(f"header is a {type(table).__name__}, expected an object")
+    first, arrays = LENGTH_BYTES + len(text), {}
+    spans = []
+    for name, entry in table.items():
+        if name == "__metadata__":
+            continue
+        array, end = _stored_array(name, entry, first)
+        arrays[name] = array
+        spans.append((array.begin, end, name))
+    place = first
+    for begin, end, name in sorted(spans):
+        if begin != place:
+            raise ValueError(f"{name!r:.200} begins at byte {begin}, expected {place}")
+        place = end
+    if place != file_bytes:
+        raise ValueError(f"tensors end at byte {place}, the file at {file_bytes}")
+    return arrays
+
+
+def _stored_array(name: str, entry: Any, first: int) -> tuple[StoredArray, int]:
+    """And the byte behind it."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name!r:.200}: dtype {dtype!r:.40}, expected one of {', '.join(ITEM_BYTES)}")
+    for key, value in (("shape", shape), ("data_offsets", offsets)):
+        right = isinstance(value, list) and len(value) <= MAX_DIMS
+        if not right or any(type(one) is not int or not 0 <= one <= MAX_BYTES for one in value):
+            raise ValueError(f"{name!r:.200}: {key} {value!r:.80}, expected a list of sizes")
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+        raise ValueError(f"{name!r:.200}: data_offsets {offsets!r:.80}, expected {num_bytes} bytes")
+    return StoredArray(dtype, tuple(shape), first + offsets[0]), first + offsets[1]

@@ -7,26 +7,29 @@ while overwriting one (docs/checkpoints.md). The reader also serves the stock en
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.core.dist_checkpointing import manifest as stated
 from megatron.core.dist_checkpointing.files import open_regular, read_into, write_file
-from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, Manifest, TensorEntry
+from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, TensorEntry
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts, chunk_metadata
 from megatron.core.dist_checkpointing.safetensors_format import build_header
+from megatron.core.dist_checkpointing.source import SourceTensor, StoredChunk
+from megatron.core.rectangles import Dims, Rectangle
 
 
 def shard_name(rank: int) -> str:
@@ -51,7 +54,7 @@ def lay_out(pieces: Iterable[PieceFacts]) -> ShardFile:
     return ShardFile(header, tuple(ordered), tuple(places[:-1]), places[-1] if ordered else 0)
 
 
-def _memory(flat: Tensor) -> memoryview:
+def memory_of(flat: Tensor) -> memoryview:
     """The bytes of a 1-D host tensor, shared with it."""
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
@@ -66,7 +69,7 @@ def write_shard(path: Path, layout: ShardFile, resolve: Callable[[PieceFacts], T
         yield layout.header
         for piece in layout.pieces:
             flat = resolve(piece).detach().contiguous().cpu().reshape(-1)  # sync: to be written
-            yield _memory(flat) if flat.numel() else b""
+            yield memory_of(flat) if flat.numel() else b""
 
     num_bytes, digest = write_file(path, parts())
     assert num_bytes == layout.num_bytes, f"{path}: {num_bytes} bytes, planned {layout.num_bytes}"
@@ -90,20 +93,26 @@ def describe_tensors(plans: Sequence[Sequence[PieceFacts]]) -> dict[str, TensorE
 class SafeStorageReader(StorageReader):
     """Reads the parts that a plan asks for. Digests were checked before, by `load.verify`."""
 
-    def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
-        self.directory = Path(directory)
-        self._manifest = manifest
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        tensors: Mapping[str, SourceTensor] | None = None,
+        *,
+        follow: bool = False,
+    ) -> None:
+        self.directory, self._tensors, self._follow = Path(directory), tensors, follow
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.directory, self._manifest = Path(checkpoint_id), None
+            self.directory, self._tensors = Path(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """DCP's metadata, from JSON instead of its pickle."""
-        manifest = self._manifest = self._manifest or stated.read_manifest(self.directory)[0]
+        if self._tensors is None:
+            self._tensors = stated.read_manifest(self.directory)[0].tensors
         state: dict[str, Any] = {}
-        where: dict[dcp.MetadataIndex, tuple[ChunkEntry, torch.dtype]] = {}
-        for name, entry in manifest.tensors.items():
+        where: dict[dcp.MetadataIndex, tuple[StoredChunk, torch.dtype]] = {}
+        for name, entry in self._tensors.items():
             dtype = TORCH_DTYPES[entry.dtype]
             chunks = [chunk_metadata(chunk.offset, chunk.shape) for chunk in entry.chunks]
             properties = dcp.TensorProperties(dtype=dtype)
@@ -113,7 +122,7 @@ class SafeStorageReader(StorageReader):
         return dcp.Metadata(state_dict_metadata=state, storage_data=where)
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, *args: Any, **kwargs: Any) -> None:
-        self._where: dict[dcp.MetadataIndex, tuple[ChunkEntry, torch.dtype]] = metadata.storage_data
+        self._where: dict[dcp.MetadataIndex, tuple[StoredChunk, torch.dtype]] = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -125,13 +134,20 @@ class SafeStorageReader(StorageReader):
         placed = [(*self._where[item.storage_index], item) for item in plan.items]
         placed.sort(key=lambda one: (one[0].file, one[0].begin))
         for name, parts in itertools.groupby(placed, lambda one: one[0].file):
-            path = self.directory / name
-            with open_regular(path) as fd:
+            with (
+                ChunkReader(self.directory / name, follow=self._follow)
+                if name
+                else contextlib.nullcontext() as reader
+            ):
                 for chunk, dtype, item in parts:
-                    source = _read_part(fd, path, chunk, dtype, item)
                     target = planner.resolve_tensor(item).detach()
-                    assert target.shape == source.shape, f"{item}: {target.shape}, {source.shape}"
-                    target.copy_(source)
+                    if reader is None:
+                        target.zero_()
+                    else:
+                        box = Rectangle(tuple(item.storage_offsets), tuple(item.lengths))
+                        source = reader.read(chunk, dtype, box)
+                        assert target.shape == source.shape, f"{item}: {target.shape}, {source.shape}"
+                        target.copy_(source)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -142,14 +158,47 @@ class SafeStorageReader(StorageReader):
         return (Path(checkpoint_id) / stated.MANIFEST_NAME).is_file()
 
 
-def _read_part(fd: int, path: Path, chunk: ChunkEntry, dtype: torch.dtype, item: ReadItem) -> Tensor:
-    """The rectangle of a chunk that an item asks for. Only the rows it spans (dim 0) are read."""
-    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    part = torch.empty((*lengths[:1], *chunk.shape[1:]), dtype=dtype)
-    if part.numel():
-        row_bytes = math.prod(chunk.shape[1:]) * dtype.itemsize
-        begin = chunk.begin + (offsets[0] * row_bytes if offsets else 0)
-        read_into(fd, path, begin, _memory(part.view(-1)))
-    for dim in range(1, part.dim()):
-        part = part.narrow(dim, offsets[dim], lengths[dim])
-    return part
+class ChunkReader:
+    """Reads parts of the arrays of one file, one array in memory at a time."""
+
+    def __init__(self, path: Path, *, follow: bool = False) -> None:
+        self._path, self._follow, self._stack = path, follow, contextlib.ExitStack()
+        self._array: tuple[int, Tensor] | None = None
+
+    def __enter__(self) -> ChunkReader:
+        self._fd = self._stack.enter_context(open_regular(self._path, follow=self._follow))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._array = None
+        self._stack.close()
+
+    def read(self, chunk: StoredChunk, dtype: torch.dtype, box: Rectangle | None = None) -> Tensor:
+        """The values of a chunk, or of a rectangle of it. Only the rows (dim 0 of the array) that it spans are read,
+        but for a chunk of some columns: others of the same array follow, so all of it is kept until the next array."""
+        offset, shape = (box.offset, box.shape) if box is not None else ((0,) * len(chunk.shape), chunk.shape)
+        if chunk.transposed:
+            offset, shape = offset[::-1], shape[::-1]
+        offset = tuple(first + a for first, a in zip(chunk.at, offset, strict=True))
+        if chunk.transposed or chunk.stored[1:] != chunk.shape[1:]:
+            part, rows = self._whole(chunk, dtype), 0
+        else:
+            part, rows = self._rows(chunk, dtype, offset[:1], shape[:1]), 1
+        for dim in range(part.dim()):
+            if dim >= rows:
+                part = part.narrow(dim, offset[dim], shape[dim])
+        return part.t() if chunk.transposed else part
+
+    def _whole(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+        if self._array is None or self._array[0] != chunk.begin:
+            self._array = None
+            self._array = chunk.begin, self._rows(chunk, dtype, (0,), chunk.stored[:1])
+        return self._array[1]
+
+    def _rows(self, chunk: StoredChunk, dtype: torch.dtype, first: Dims, count: Dims) -> Tensor:
+        part = torch.empty((*count, *chunk.stored[1:]), dtype=dtype)
+        if part.numel():
+            row_bytes = math.prod(chunk.stored[1:]) * dtype.itemsize
+            begin = chunk.begin + (first[0] * row_bytes if first else 0)
+            read_into(self._fd, self._path, begin, memory_of(part.view(-1)))
+        return part

@@ -1,0 +1,80 @@
+"""What a checkpoint is to whoever loads it: tensors made of chunks, and where a chunk's values lie (floor 0, pure).
+
+Our own checkpoints are one `TensorSource` (`catalog.Found`); a folder of another format is another, whose chunks are
+rectangles of arrays that it stores by its own names, in its own order of dims.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from megatron.core.rectangles import Dims, Rectangle
+
+
+class StoredChunk(Protocol):
+    """A rectangle of a tensor, and the stored row-major array that has its values.
+
+    offset, shape: in the tensor. file: in which the array lies from byte `begin`; "" for zeros that lie nowhere.
+    stored: the array's shape. at: the rectangle's first element in it. transposed: the array is [in, out] where the
+    tensor is [out, in].
+    """
+
+    @property
+    def offset(self) -> Dims: ...
+    @property
+    def shape(self) -> Dims: ...
+    @property
+    def file(self) -> str: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def stored(self) -> Dims: ...
+    @property
+    def at(self) -> Dims: ...
+    @property
+    def transposed(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayChunk(Rectangle):
+    """A chunk that is a part of an array."""
+
+    file: str
+    begin: int
+    stored: Dims
+    at: Dims
+    transposed: bool = False
+
+
+class SourceTensor(Protocol):
+    """A whole tensor. dtype: safetensors' name for it (`F32`)."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> Dims: ...
+    @property
+    def chunks(self) -> tuple[StoredChunk, ...]: ...
+
+
+class TensorSource(Protocol):
+    """A checkpoint that pieces can be filled from. described_in: the file that lists its tensors, for messages."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def described_in(self) -> Path: ...
+    @property
+    def follows_links(self) -> bool:
+        """Whether its files may be links."""
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]: ...
+    @property
+    def files(self) -> Collection[str]: ...
+
+    def verify_file(self, name: str) -> None:
+        """Check what can be checked of one file. Raises CheckpointError naming it."""

@@ -1,0 +1,33 @@
+"""Gemma 1 (arXiv 2403.08295): Llama's tensors, norms around 1, scaled word embeddings, an MLP gated by tanh GELU"""
+
+from megatron.interchange.architecture import Architecture
+from megatron.interchange.decoder_table import SIZES, decoder
+from megatron.interchange.fields import AttentionBias, HeadDim, NoDropout, Number, Only, Tied
+
+_WHY = "Gemma's MLP is gated by the tanh approximation of GELU (--geglu-tanh)"
+
+ARCHITECTURE = Architecture(
+    "gemma",
+    "GemmaForCausalLM",
+    {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": True,
+        "geglu_tanh": True,
+        "add_bias_linear": False,
+        "embedding_multiplier": "sqrt_hidden",
+    },
+    (
+        *SIZES,
+        # Older files say "gelu" in the first field, and mean tanh unless the second says otherwise.
+        Only("hidden_act", ("gelu_pytorch_tanh", "gelu"), _WHY),
+        Only("hidden_activation", ("gelu_pytorch_tanh", None), _WHY),
+        Only("use_bidirectional_attention", (None, False), "attention is causal here", written=False),
+        Number("rms_norm_eps", "norm_epsilon", 1e-6),
+        HeadDim(default=256),
+        Tied(True),
+        AttentionBias(),
+        NoDropout(),
+    ),
+    decoder,
+)

@@ -1,0 +1,270 @@
+"""A Hugging Face folder as a source of weights: config.json, safetensors files, their index (floor 0).
+
+Nothing in it is trusted: names are plain, in the folder, and lead to regular files; sizes are bounded; headers have to
+describe their files to the byte. Code and pickles that lie beside are neither read nor run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import safetensors_format as safetensors
+from megatron.core.dist_checkpointing.files import (
+    BLOCK_BYTES,
+    CheckpointError,
+    named_errors,
+    open_regular,
+    read_exactly,
+)
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, StoredArray
+from megatron.core.dist_checkpointing.source import ArrayChunk
+from megatron.core.rectangles import Dims
+from megatron.core.safe_files import read_bytes
+from megatron.interchange.architecture import HFModel, InterchangeError
+from megatron.interchange.known import read_config
+from megatron.interchange.moves import Catalogue, Move, Part
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_CONFIG_BYTES = 4 << 20
+_MAX_INDEX_BYTES = 64 << 20
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class HFArray:
+    """A tensor of the folder."""
+
+    file: str
+    dtype: str
+    shape: Dims
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class HFFolder:
+    """A folder whose headers have been read. arrays: by their names in the files."""
+
+    directory: Path
+    model: HFModel
+    json: Mapping[str, Any]
+    arrays: Mapping[str, HFArray]
+
+
+def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFolder:
+    """Read config.json, index and headers; no weights. given: our fields that flags give, see `Architecture.read`.
+
+    Raises CheckpointError (InterchangeError for what the model lacks) naming file and field.
+    """
+    path = directory / CONFIG
+    json_config = _json_object(path, _MAX_CONFIG_BYTES)
+    try:
+        model = read_config(json_config, given)
+    except InterchangeError as error:
+        raise InterchangeError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
+    arrays: dict[str, HFArray] = {}
+    for file in _files(directory):
+        for name, array in _header(directory / file).items():
+            if name in arrays:
+                raise CheckpointError(
+                    f"{directory}: tensor {name!r:.200} is in {arrays[name].file} and in {file}"
+                )
+            arrays[name] = HFArray(file, *array)
+    return HFFolder(directory, model, json_config, arrays)
+
+
+def _json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    with named_errors(path):
+        raw = read_bytes(path, max_bytes=max_bytes, follow=True)
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _files(directory: Path) -> list[str]:
+    """The names of the folder's files of weights, checked. Raises CheckpointError."""
+    if not os.path.lexists(directory / INDEX):
+        if os.path.lexists(directory / SINGLE):
+            return [SINGLE]
+        names = sorted(os.listdir(directory))
+        if any(re.fullmatch(r"pytorch_model.*\.bin", name) for name in names):
+            raise CheckpointError(
+                f"{directory}: weights in .bin files alone, which are pickles and are not read: load the model with "
+                "transformers where you trust it, and save_pretrained(folder, safe_serialization=True)"
+            )
+        raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX}")
+    index = _json_object(directory / INDEX, _MAX_INDEX_BYTES)
+    weights = index.get("weight_map")
+    if not isinstance(weights, dict) or not weights:
+        raise CheckpointError(
+            f"{directory / INDEX}: field 'weight_map': expected an object of files by tensor"
+        )
+    for file in (files := sorted(set(map(str, weights.values())))):
+        if not _FILE_NAME.fullmatch(file):
+            raise CheckpointError(
+                f"{directory / INDEX}: {file!r:.200} is no plain name of a .safetensors file"
+            )
+    return files
+
+
+def _header(path: Path) -> dict[str, StoredArray]:
+    with open_regular(path, follow=True) as fd:
+        file_bytes = os.fstat(fd).st_size
+        try:
+            prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
+            length = safetensors.header_length(prefix, file_bytes)
+            text = bytes(read_exactly(fd, path, safetensors.LENGTH_BYTES, length))
+            return safetensors.parse_header(text, file_bytes)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedTensor:
+    """One of our tensors, made of theirs."""
+
+    dtype: str
+    shape: Dims
+    chunks: tuple[ArrayChunk, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class HFSource:
+    """The folder's weights under our names: a `Source`. prefix: before our names. padded_vocab_size: rows of ours."""
+
+    folder: HFFolder
+    padded_vocab_size: int
+    prefix: str = "model."
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_tensors", _mapped(self.folder, self.catalogue, self.prefix))
+
+    @property
+    def catalogue(self) -> Catalogue:
+        model = self.folder.model
+        return model.architecture.catalogue(model.config(), model.vocab_size, self.padded_vocab_size)
+
+    @property
+    def directory(self) -> Path:
+        return self.folder.directory
+
+    @property
+    def follows_links(self) -> bool:
+        """A downloaded model is a folder of links into a store."""
+        return True
+
+    @property
+    def described_in(self) -> Path:
+        return self.folder.directory / CONFIG
+
+    @property
+    def tensors(self) -> Mapping[str, MappedTensor]:
+        tensors: Mapping[str, MappedTensor] = self._tensors  # type: ignore[attr-defined]
+        return tensors
+
+    @property
+    def files(self) -> Collection[str]:
+        return sorted({array.file for array in self.folder.arrays.values()})
+
+    def verify_file(self, name: str) -> None:
+        """The format has no digests: that the header is still the one that was read, and that a tied output layer in
+        this file is the word embeddings."""
+        here = {key: array for key, array in self.folder.arrays.items() if array.file == name}
+        found = {key: HFArray(name, *array) for key, array in _header(self.directory / name).items()}
+        if found != here:
+            raise CheckpointError(f"{self.directory / name}: changed while it was read")
+        architecture = self.folder.model.architecture
+        if architecture.head in here and architecture.head not in self.catalogue.theirs:
+            word = _named(self.folder)[architecture.word]
+            if not _same_bytes(self.directory, here[architecture.head], word):
+                raise InterchangeError(
+                    f"{self.directory}: {architecture.head} differs from {architecture.word}, which config.json "
+                    'says it is ("tie_word_embeddings"): say false there'
+                )
+
+
+def _named(folder: HFFolder) -> dict[str, HFArray]:
+    """The arrays by the names of the architecture's table: files of a bare model leave out its prefix."""
+    architecture, base = folder.model.architecture, folder.model.architecture.base
+    bare = not any(name.startswith(base) for name in folder.arrays)
+    return {
+        base + name if bare and name != architecture.head else name: array
+        for name, array in folder.arrays.items()
+    }
+
+
+def _mapped(folder: HFFolder, catalogue: Catalogue, prefix: str) -> dict[str, MappedTensor]:
+    """Our tensors out of theirs. Raises InterchangeError listing all tensors that have no place, on either side."""
+    architecture, arrays = folder.model.architecture, _named(folder)
+    counted = {
+        name: array.shape
+        for name, array in arrays.items()
+        if not architecture.is_ignored(name)
+        and not (name == architecture.head and name not in catalogue.theirs)  # a tied copy: see verify_file
+    }
+    problems = catalogue.problems(theirs=counted)
+    chunks: dict[str, list[ArrayChunk]] = {}
+    dtypes: dict[str, set[str]] = {}
+    shapes = catalogue.ours
+    for move in catalogue.moves if not problems else ():
+        array = arrays[move.theirs.name]
+        chunks.setdefault(move.ours.name, []).append(_chunk(move, array))
+        dtypes.setdefault(move.ours.name, set()).add(array.dtype)
+    for part in catalogue.padding if not problems else ():
+        chunks[part.name].append(_zeros(part))
+    problems += [
+        f"ours {name}: made of tensors of {', '.join(sorted(found))}: one dtype is wanted"
+        for name, found in dtypes.items()
+        if len(found) > 1
+    ]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise InterchangeError(f"{folder.directory}: {'; '.join(problems[:_SHOWN])}{more}")
+    return {
+        prefix + name: MappedTensor(next(iter(dtypes[name])), shapes[name], tuple(parts))
+        for name, parts in chunks.items()
+    }
+
+
+def _chunk(move: Move, array: HFArray) -> ArrayChunk:
+    box = move.ours.box
+    return ArrayChunk(
+        box.offset, box.shape, array.file, array.begin, array.shape, move.theirs.box.offset, move.transposed
+    )
+
+
+def _zeros(part: Part) -> ArrayChunk:
+    return ArrayChunk(part.box.offset, part.box.shape, "", 0, part.box.shape, (0,) * len(part.box.shape))
+
+
+def _same_bytes(directory: Path, one: HFArray, other: HFArray) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    paths = directory / one.file, directory / other.file
+    with open_regular(paths[0], follow=True) as first, open_regular(paths[1], follow=True) as second:
+        for begin in range(0, one.num_bytes, BLOCK_BYTES):
+            count = min(BLOCK_BYTES, one.num_bytes - begin)
+            if read_exactly(first, paths[0], one.begin + begin, count) != read_exactly(
+                second, paths[1], other.begin + begin, count
+            ):
+                return False
+    return True

@@ -1,0 +1,235 @@
+"""Megatron-LM's own checkpoints of `--ckpt-format torch_dist` as sources of weights (floor 0).
+
+Tensors have Megatron's names, which are ours but for two: Transformer Engine's layers keep a norm inside the linear
+layer behind it, and `torch_dist` may keep the layers of a model in one tensor with the layer as first dim. Nothing is
+run: pickles are read by `inert_pickle`, values at their place in the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
+from megatron.core.dist_checkpointing.source import ArrayChunk
+from megatron.core.rectangles import Dims, fill_error
+from megatron.core.safe_files import read_bytes
+from megatron.interchange.architecture import InterchangeError
+from megatron.interchange.hf_folder import MappedTensor
+from megatron.interchange.inert_pickle import MAX_BYTES, Inert, plain, read_pickle
+from megatron.interchange.torch_archive import DTYPES, Archive
+
+METADATA, COMMON = ".metadata", "common.pt"
+_PART = re.compile(r"__[0-9]{1,6}_[0-9]{1,6}\.distcp")
+LAYER = re.compile(r"(decoder\.layers\.)([0-9]{1,6})\.(.*)")
+# Our names -> those of Transformer Engine's layers, below a layer.
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+# Moments and main weights in the space of the model: Megatron's prefix -> ours.
+_STATES = {
+    "optimizer.state.fp32_param.": "optimizer.main_weight.",
+    "optimizer.state.exp_avg.": "optimizer.exp_avg.",
+    "optimizer.state.exp_avg_sq.": "optimizer.exp_avg_sq.",
+}
+_FLAT = re.compile(r"(chained_\d+\.)?optimizer\..*(dp_group_idx|gbuf_idx|bucket_idx)")
+
+
+class _Stored(NamedTuple):
+    """A tensor of theirs: chunks of it."""
+
+    dtype: str
+    shape: Dims
+    chunks: tuple[ArrayChunk, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronSource:
+    """A `Source` of Megatron's tensors under our names. args: its launch's settings, JSON values."""
+
+    directory: Path
+    described_in: Path
+    tensors: Mapping[str, MappedTensor]
+    args: Mapping[str, Any]
+    iteration: int
+    follows_links: bool = False
+
+    @property
+    def files(self) -> Collection[str]:
+        return sorted({chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
+
+    def verify_file(self, name: str) -> None:
+        """The formats have no digests."""
+
+
+def open_torch_dist(directory: Path, *, optimizer: bool = False) -> MegatronSource:
+    """One checkpoint's directory (`iter_0000123`). optimizer: its moments and main weights too.
+
+    Raises CheckpointError for what is damaged or hostile, and InterchangeError for flat optimizer buckets, which cannot
+    be read without the layout that wrote them.
+    """
+    path = directory / METADATA
+    with named_errors(path):
+        metadata = read_pickle(read_bytes(path, max_bytes=MAX_BYTES), path)
+    stored = _torch_dist_tensors(directory, metadata, optimizer)
+    common = _common(directory / COMMON)
+    args = common.get("args")
+    settings = plain(args.state) if isinstance(args, Inert) else {}
+    iteration = common.get("iteration")
+    return MegatronSource(
+        directory,
+        path,
+        _named_by_us(stored, path),
+        settings if isinstance(settings, dict) else {},
+        iteration if type(iteration) is int else 0,
+    )
+
+
+def _common(path: Path) -> dict[str, Any]:
+    with open_regular(path) as fd:
+        value = Archive(fd, path).value
+    return value if isinstance(value, dict) else {}
+
+
+def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict[str, _Stored]:
+    path = directory / METADATA
+    found = metadata if isinstance(metadata, Inert) else Inert()
+    described, places = found.get("state_dict_metadata"), found.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(places, dict):
+        raise CheckpointError(f"{path}: no description of a torch_dist checkpoint")
+    where: dict[tuple[Any, Any], Inert] = {}
+    for index, place in places.items():
+        if isinstance(index, Inert) and isinstance(place, Inert):
+            where[index.get("fqn"), index.get("offset")] = place
+    wanted = {}
+    for name, entry in described.items():
+        if not isinstance(name, str) or not isinstance(entry, Inert) or entry.get("chunks") is None:
+            continue  # bytes: `_extra_state`, random generators
+        if _FLAT.match(name) and optimizer:
+            raise InterchangeError(
+                f"{path}: {name!r:.200} is a flat bucket of a distributed optimizer: load without it (--no-load-optim "
+                "or --finetune), or save it in Megatron-LM with --dist-ckpt-optim-fully-reshardable"
+            )
+        if optimizer or "optimizer." not in name:
+            wanted[name] = entry
+    with _PartFiles(directory) as files:
+        return {name: _stored(name, entry, where, files, path) for name, entry in wanted.items()}
+
+
+class _PartFiles:
+    """The `.distcp` files of a directory, opened when they are first needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fds: dict[str, int] = {}
+
+    def __enter__(self) -> _PartFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def archive(self, place: Inert) -> tuple[str, Archive]:
+        """The archive that `.metadata` gives the place of, and its file's name. Raises CheckpointError."""
+        name, begin, size = (place.get(key) for key in ("relative_path", "offset", "length"))
+        if not isinstance(name, str) or not _PART.fullmatch(name):
+            raise CheckpointError(
+                f"{self._directory / METADATA}: {name!r:.200} is no plain name of a .distcp file"
+            )
+        if type(begin) is not int or type(size) is not int:
+            raise CheckpointError(
+                f"{self._directory / METADATA}: bytes {begin!r:.40}, {size!r:.40} of {name}"
+            )
+        path = self._directory / name
+        if name not in self._fds:
+            with open_regular(path) as fd:
+                self._fds[name] = os.dup(fd)
+        return name, Archive(self._fds[name], path, begin, size)
+
+
+def _stored(name: str, entry: Inert, where: Mapping[Any, Inert], files: _PartFiles, path: Path) -> _Stored:
+    shape, properties = entry.get("size"), entry.get("properties")
+    kind = properties.args[0] if isinstance(properties, Inert) and properties.args else None
+    if (
+        kind is None
+        and isinstance(properties, Inert)
+        and isinstance(properties.state, tuple)
+        and properties.state
+    ):
+        kind = properties.state[0]
+    dtype = DTYPES.get(getattr(kind, "path", ""))
+    if dtype is None or not isinstance(shape, tuple):
+        raise CheckpointError(f"{path}: {name!r:.200}: dtype or shape are not read")
+    chunks = []
+    for chunk in entry.get("chunks"):
+        offset, size = chunk.get("offsets"), chunk.get("sizes")
+        place = where.get((name, offset))
+        if place is None:
+            raise CheckpointError(
+                f"{path}: {name!r:.200}: nothing is said of where the chunk at {offset} lies"
+            )
+        file, archive = files.archive(place)
+        tensor = archive.tensor(archive.value)
+        if tensor is None or (tensor.dtype, tensor.shape) != (dtype, size):
+            raise CheckpointError(
+                f"{path.parent / file}: {name!r:.200} at {offset}: expected {dtype} of {size}"
+            )
+        chunks.append(ArrayChunk(offset, size, file, tensor.begin, size, (0,) * len(size)))
+    if (problem := fill_error(shape, chunks)) is not None:
+        raise CheckpointError(f"{path}: {name!r:.200}: {problem}")
+    return _Stored(dtype, shape, tuple(chunks))
+
+
+def _named_by_us(stored: Mapping[str, _Stored], path: Path) -> dict[str, MappedTensor]:
+    """Theirs under our names and prefixes, one tensor a layer."""
+    named: dict[str, MappedTensor] = {}
+    for name, tensor in stored.items():
+        prefix, rest = next(
+            (
+                (ours, name.removeprefix(theirs))
+                for theirs, ours in _STATES.items()
+                if name.startswith(theirs)
+            ),
+            ("model.", name),
+        )
+        for ours, part in _layers(rest, tensor):
+            if prefix + ours in named:
+                raise CheckpointError(f"{path}: {prefix + ours!r:.200} is there twice, by two names")
+            named[prefix + ours] = part
+    return named
+
+
+def _layers(name: str, tensor: _Stored) -> Iterator[tuple[str, MappedTensor]]:
+    """A tensor of one layer, or of each of all layers where it has those as its first dim."""
+    begin = "decoder.layers."
+    if not name.startswith(begin) or LAYER.fullmatch(name):
+        yield unfused(name), MappedTensor(tensor.dtype, tensor.shape, tensor.chunks)
+        return
+    item = ITEM_BYTES[tensor.dtype]
+    for layer in range(tensor.shape[0]):
+        chunks = []
+        for chunk in tensor.chunks:
+            at = layer - chunk.offset[0]
+            if 0 <= at < chunk.shape[0]:
+                rest, offset = chunk.shape[1:], chunk.offset[1:]
+                first = chunk.begin + at * math.prod(rest) * item
+                chunks.append(ArrayChunk(offset, rest, chunk.file, first, rest, (0,) * len(rest)))
+        ours = f"{begin}{layer}.{name.removeprefix(begin)}"
+        yield unfused(ours), MappedTensor(tensor.dtype, tensor.shape[1:], tuple(chunks))
+
+
+def unfused(name: str) -> str:
+    """Our name of a tensor that may be one of Transformer Engine's layers."""
+    if (match := LAYER.fullmatch(name)) is not None:
+        for ours, theirs in _FUSED.items():
+            if match[3].startswith(theirs):
+                return f"{match[1]}{match[2]}.{ours}{match[3].removeprefix(theirs)}"
+    return name

@@ -1,0 +1,56 @@
+"""Import, compare and export of Hugging Face folders, as a user calls them."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from tests.harness.hugging_face import TOYS, saved_toy
+from tools.checkpoint import main
+
+
+def words(*parts):
+    return [str(part) for part in parts]
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_what_goes_in_comes_out(name, tmp_path):
+    """Names, dtypes, shapes, bytes; and config.json in meaning."""
+    theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    dtype = torch.bfloat16 if name in ("llama2", "gemma") else torch.float32
+    before = saved_toy(name, theirs, dtype)
+    assert main(words("import", "--hf", theirs, "--save", ours, "--max-shard-size", "9KB")) == 0
+    assert len(list((ours / "iter_0000000").glob("*.safetensors"))) > 2
+    assert main(words("compare", theirs, ours)) == 0
+    assert main(words("export", "--load", ours, "--hf", back, "--max-shard-size", "20KB")) == 0
+    assert main(words("compare", theirs, back)) == 0
+    after = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert type(after) is type(before)
+    one, other = before.state_dict(), after.state_dict()
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert value.dtype == other[key].dtype, key
+        assert torch.equal(value, other[key]), key
+    configs = before.config.to_dict(), after.config.to_dict()
+    differing = {key for key in {**configs[0], **configs[1]} if configs[0].get(key) != configs[1].get(key)}
+    # A window that all positions lie in is none.
+    assert differing <= {"_name_or_path", "hidden_activation"} | (
+        {"sliding_window"} if name == "mistral" else set()
+    )
+    written = {path.name for path in back.iterdir()}
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {name for name in written if name.endswith(".safetensors")}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_compare_names_what_differs(tmp_path, capsys):
+    saved_toy("qwen2", tmp_path / "a")
+    model = saved_toy("qwen2", tmp_path / "b")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[3] += 0.5
+    model.save_pretrained(tmp_path / "b")
+    assert main(words("compare", tmp_path / "a", tmp_path / "b")) == 1
+    told = capsys.readouterr().out
+    assert "model.decoder.layers.1.self_attention.linear_qkv.bias: largest difference 0.5" in told
+    assert "1 tensors differ" in told

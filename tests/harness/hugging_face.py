@@ -1,0 +1,73 @@
+"""Hugging Face models of toy size, one an architecture, and their weights in ours through the tables of interchange."""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from megatron.core.dist_checkpointing.loading import load_pieces
+from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.models.gpt.gpt import GPTModel
+from megatron.interchange.hf_folder import HFSource, open_folder
+
+VOCAB, POSITIONS = 61, 32
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+_GPT2 = {"vocab_size": VOCAB, "n_positions": POSITIONS, "n_embd": 32, "n_layer": 2, "n_head": 4,
+         "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+TOYS = {
+    "gpt2": ("gpt2", _GPT2),
+    "llama2": ("llama", {**_SIZES, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "llama3.2": ("llama", {**_SIZES, "tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "llama-biases": ("llama", {**_SIZES, "attention_bias": True, "head_dim": 12}),
+    "mistral": ("mistral", {**_SIZES, "sliding_window": POSITIONS, "head_dim": 12}),
+    "qwen2": ("qwen2", _SIZES),
+    "qwen3": ("qwen3", {**_SIZES, "head_dim": 12, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {**_SIZES, "head_dim": 12, "num_key_value_heads": 1}),
+    "phi3": ("phi3", {**_SIZES, "sliding_window": None, "original_max_position_embeddings": POSITIONS}),
+}
+
+
+def toy_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3):
+    """A Hugging Face model with random weights, norms and biases among them."""
+    model_type, sizes = TOYS[name]
+    config = transformers.AutoConfig.for_model(model_type, **sizes, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2, generator=generator)
+    return model
+
+
+def saved_toy(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options):
+    """The same, saved to a folder."""
+    model = toy_model(name, dtype)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def our_model(folder: Path, dtype: torch.dtype = torch.float32, padding: int = 0) -> GPTModel:
+    """Ours with the weights of a folder."""
+    opened = open_folder(folder)
+    source = HFSource(opened, opened.model.vocab_size + padding)
+    config = opened.model.config(seq_length=POSITIONS)
+    model = GPTModel(config, padded_vocab_size=source.padded_vocab_size, seed=1, params_dtype=dtype)
+    pieces = [
+        LocalPiece("model." + name, tuple(weight.shape), (0,) * weight.dim(), weight.detach())
+        for name, weight in model.named_parameters()
+    ]
+    load_pieces(source, pieces)
+    return model.eval()

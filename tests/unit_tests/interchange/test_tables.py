@@ -1,0 +1,153 @@
+"""Each architecture's table at published sizes: every element once, names and shapes those of both models."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.rectangles import Rectangle
+from megatron.interchange.known import ARCHITECTURES, expressing, read_config
+from tests.unit_tests.interchange.published import PUBLISHED
+
+transformers = pytest.importorskip("transformers")
+
+
+def catalogue_of(name, tp=1):
+    model = read_config(PUBLISHED[name])
+    padded = -(-model.vocab_size // tp) * tp
+    return model, model.architecture.catalogue(model.config(), model.vocab_size, padded)
+
+
+def small(name, layers=2):
+    """The same model with few layers: the oracle's modules are slow to make."""
+    key = "n_layer" if "n_layer" in PUBLISHED[name] else "num_hidden_layers"
+    return {**PUBLISHED[name], key: layers}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("tp", [1, 8])
+def test_every_element_has_one_partner(name, tp):
+    _, catalogue = catalogue_of(name, tp)
+    assert catalogue.problems() == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_and_shapes_are_those_of_both_models(name):
+    json = small(name)
+    model = read_config(json)
+    config = model.config()
+    catalogue = model.architecture.catalogue(config, model.vocab_size, model.vocab_size)
+    ours = GPTModel(config, padded_vocab_size=model.vocab_size, seed=1, device="meta")
+    assert catalogue.ours == {key: meta.global_shape for key, meta in ours.param_meta.items()}
+    made = transformers.AutoConfig.for_model(**json)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(made)
+    shapes = {key: tuple(value.shape) for key, value in theirs.named_parameters()}
+    assert catalogue.theirs == shapes
+    assert type(theirs).__name__ == model.architecture.class_name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_config_json_comes_back(name):
+    model = read_config(PUBLISHED[name])
+    json = model.architecture.write(model.config(), model.vocab_size)
+    again = read_config(json)
+    assert (again.flags, again.vocab_size) == (model.flags, model.vocab_size)
+    assert expressing(model.config(), model.vocab_size).write(model.config(), model.vocab_size)
+    made = transformers.AutoConfig.for_model(**json)  # transformers reads the same out of it
+    theirs = transformers.AutoConfig.for_model(**PUBLISHED[name])
+    ignored = {"architectures", "transformers_version"}
+    of_made, of_theirs = made.to_dict(), theirs.to_dict()
+    differing = {key for key in of_made.keys() | of_theirs.keys() if of_made.get(key) != of_theirs.get(key)}
+    spelled_otherwise = {"sliding_window", "max_window_layers", "hidden_act", "hidden_activation", "n_inner",
+                         "rope_theta", "rope_scaling", "n_ctx", "head_dim", "layer_types"}  # fmt: skip
+    assert differing <= ignored | spelled_otherwise, differing
+    for key in differing & {"head_dim"}:
+        assert of_made[key] == model.config().kv_channels
+
+
+def test_both_ways_compose_to_the_identity():
+    """On tensors whose elements are their own numbers, import and export are each other's inverse."""
+    for name in PUBLISHED:
+        json = {**small(name), **_tiny(PUBLISHED[name])}
+        model = read_config(json)
+        catalogue = model.architecture.catalogue(model.config(), model.vocab_size, model.vocab_size + 3)
+        theirs = _numbered(catalogue.theirs)
+        ours = {key: torch.full(shape, -1) for key, shape in catalogue.ours.items()}
+        for move in catalogue.moves:
+            _view(ours, move.ours).copy_(_turned(_view(theirs, move.theirs), move))
+        back = {key: torch.full(shape, -1) for key, shape in catalogue.theirs.items()}
+        for move in catalogue.moves:
+            _view(back, move.theirs).copy_(_turned(_view(ours, move.ours), move))
+        assert all(torch.equal(back[key], theirs[key]) for key in theirs), name
+        for part in catalogue.padding:
+            assert (_view(ours, part) == -1).all()
+
+
+def _tiny(json):
+    if "n_embd" in json:
+        return {"n_embd": 16, "n_head": 4, "n_positions": 8, "vocab_size": 13}
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 13}
+    groups = {32: 4, 16: 4, 1: 1}.get(json["num_key_value_heads"], 2)
+    head = 4 if json["model_type"] in ("phi3", "qwen2") else 6
+    return {**sizes, "num_key_value_heads": groups, "head_dim": head}
+
+
+def _numbered(shapes):
+    made, first = {}, 0
+    for key, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        made[key] = torch.arange(first, first + numel).view(shape)
+        first += numel
+    return made
+
+
+def _view(tensors, part):
+    tensor = tensors[part.name]
+    for dim, (start, count) in enumerate(zip(part.box.offset, part.box.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, count)
+    return tensor
+
+
+def _turned(tensor, move):
+    return tensor.t() if move.transposed else tensor
+
+
+def test_a_hundred_mutated_tables_are_refused():
+    draws = random.Random(7)
+    for _ in range(100):
+        name = draws.choice(["gpt2", "llama-3-8b", "qwen3-0.6b", "phi-3-mini-4k", "qwen2-0.5b", "gemma-2b"])
+        model = read_config(small(name))
+        catalogue = model.architecture.catalogue(model.config(), model.vocab_size, model.vocab_size)
+        moves = list(catalogue.moves)
+        at = draws.randrange(len(moves))
+        kind = draws.choice(["drop", "double", "shift", "shrink", "rename", "reshape"])
+        moves[at : at + 1] = _mutated(moves[at], kind, draws)
+        mutated = dataclasses.replace(catalogue, moves=tuple(moves))
+        assert mutated.problems(catalogue.ours, catalogue.theirs), (name, kind, at)
+
+
+def _mutated(move, kind, draws):
+    side = draws.choice(["ours", "theirs"])
+    part = getattr(move, side)
+    offset, shape = part.box.offset, part.box.shape
+    changed = {
+        "drop": [],
+        "double": [move, move],
+        "shift": [part._replace(box=Rectangle((offset[0] + 1, *offset[1:]), shape))],
+        "shrink": [part._replace(box=Rectangle(offset, (shape[0] - 1, *shape[1:])))],
+        "rename": [part._replace(name=part.name + ".other", shape=(part.shape[0] + 1, *part.shape[1:]))],
+        "reshape": [part._replace(shape=(part.shape[0] + 1, *part.shape[1:]))],
+    }[kind]
+    return [one if one is move else move._replace(**{side: one}) for one in changed]
+
+
+def test_an_architecture_is_a_small_file():
+    import importlib
+    import inspect
+
+    for name in ARCHITECTURES:
+        module = importlib.import_module(f"megatron.interchange.architectures.{name}")
+        assert len(inspect.getsource(module).splitlines()) <= 80, name

@@ -1,0 +1,219 @@
+"""Files of torch.save and torch.distributed.checkpoint, read without torch's unpickler."""
+
+import argparse
+import contextlib
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.interchange.inert_pickle import Inert, plain, read_pickle
+from megatron.interchange.megatron_folder import open_torch_dist
+from megatron.interchange.megatron_ranks import open_torch
+from megatron.interchange.torch_archive import Archive
+from tools.conversion.source_reader import SourceReader
+
+
+@contextlib.contextmanager
+def archive_of(path, value):
+    torch.save(value, path)
+    with open(path, "rb") as file:
+        yield Archive(file.fileno(), path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_tensors_lie_where_the_archive_says(tmp_path, dtype):
+    whole = torch.arange(60).view(5, 12).to(dtype)
+    values = {"whole": whole, "rows": whole[2:4], "scalar": whole[1, 1], "parameter": torch.nn.Parameter(whole[4:])
+              if dtype.is_floating_point else whole[4:]}  # fmt: skip
+    path = tmp_path / "values.pt"
+    with archive_of(path, values) as archive:
+        for name, value in values.items():
+            found = archive.tensor(archive.value[name])
+            assert found.shape == tuple(value.shape)
+            raw = path.read_bytes()[found.begin : found.begin + value.numel() * value.element_size()]
+            assert raw == value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    with (
+        archive_of(path, {"t": whole.t()}) as archive,
+        pytest.raises(CheckpointError, match="not row-major"),
+    ):
+        archive.tensor(archive.value["t"])
+
+
+def test_settings_come_out_as_json(tmp_path):
+    args = argparse.Namespace(num_layers=3, names=["a", None], params_dtype=torch.bfloat16, rate=0.5)
+    with archive_of(tmp_path / "common.pt", {"args": args}) as archive:
+        value = archive.value["args"]
+    assert plain(value.state) == {
+        "num_layers": 3,
+        "names": ["a", None],
+        "params_dtype": "torch.bfloat16",
+        "rate": 0.5,
+    }
+
+
+class Shell:
+    """Runs a command when a real unpickler loads it."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_nothing_in_a_pickle_runs(tmp_path):
+    touched = tmp_path / "touched"
+    for data in (
+        pickle.dumps({"args": Shell(f"touch {touched}")}),
+        pickle.dumps([Shell(f"touch {touched}")], protocol=0),
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\n__import__\n(S'os'\ntR.",
+        b"cmegatron.core..os\nsystem\n(S'ls'\ntR.",
+        b"cnumpy.__class__\nx\n.",
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
+        b"",
+        b"garbage",
+    ):
+        with pytest.raises(CheckpointError):
+            read_pickle(data, tmp_path / "x")
+    assert not touched.exists()
+    # What is allowed is an empty class that keeps its arguments.
+    made = read_pickle(b"cmegatron.core.enums\nModelType\n(I1\ntR.", tmp_path / "x")
+    assert isinstance(made, Inert)
+    assert (made.path, made.args) == ("megatron.core.enums.ModelType", (1,))
+
+
+@pytest.mark.parametrize("trick", ["compressed", "twice", "outside", "truncated", "two roots", "big endian"])
+def test_archives_with_tricks_are_refused(tmp_path, trick):
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.arange(100.0)}, path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    root = next(iter(members)).partition("/")[0]
+    kind = zipfile.ZIP_DEFLATED if trick == "compressed" else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for name, data in members.items():
+            if trick == "big endian" and name.endswith("byteorder"):
+                data = b"big"
+            archive.writestr("other/x" if trick == "two roots" and name.endswith("version") else name, data)
+        if trick == "twice":
+            archive.writestr(f"{root}/data.pkl", members[f"{root}/data.pkl"])
+    if trick == "truncated":
+        path.write_bytes(path.read_bytes()[:-60])
+    if trick == "outside":
+        data = path.read_bytes()
+        size = (400).to_bytes(4, "little")
+        path.write_bytes(data.replace(size, (1 << 20).to_bytes(4, "little")))
+    with open(path, "rb") as file, pytest.raises(CheckpointError):
+        opened(file, path)
+
+
+def opened(file, path):
+    archive = Archive(file.fileno(), path)
+    return archive.tensor(archive.value["w"])
+
+
+def save_torch_dist(folder, tensors, common):
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    torch.save(common, folder / "common.pt")
+
+
+def test_torch_dist_by_both_spellings_and_fused_norms(tmp_path):
+    """The layer as first dim, or in the name; a norm inside the linear layer behind it."""
+    qkv, norm = torch.randn(3, 8, 4), torch.randn(3, 4)
+    common = {"args": argparse.Namespace(num_layers=3), "iteration": 7}
+    homogeneous = {
+        "decoder.layers.self_attention.linear_qkv.weight": qkv,
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": norm,
+        "decoder.final_layernorm.weight": norm[0],
+        "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight": qkv * 2,
+    }
+    by_layer = {f"decoder.layers.{n}.self_attention.linear_qkv.weight": qkv[n] for n in range(3)}
+    by_layer |= {f"decoder.layers.{n}.input_layernorm.weight": norm[n] for n in range(3)}
+    by_layer["decoder.final_layernorm.weight"] = norm[0]
+    for number, tensors in enumerate((homogeneous, by_layer)):
+        folder = tmp_path / str(number)
+        save_torch_dist(folder, {name: value.clone() for name, value in tensors.items()}, common)
+        source = open_torch_dist(folder)
+        assert (source.iteration, source.args) == (7, {"num_layers": 3})
+        assert source.tensors.keys() == {"model." + name for name in by_layer}
+        with SourceReader(source) as reader:
+            for name, value in by_layer.items():
+                assert torch.equal(reader.read("model." + name), value), name
+    states = open_torch_dist(tmp_path / "0", optimizer=True)
+    with SourceReader(states) as reader:
+        for n in range(3):
+            name = f"optimizer.exp_avg.decoder.layers.{n}.self_attention.linear_qkv.weight"
+            assert torch.equal(reader.read(name), qkv[n] * 2)
+
+
+def test_torch_dist_refuses_flat_buckets_and_strange_paths(tmp_path):
+    flat = {"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param": torch.zeros(4)}
+    save_torch_dist(tmp_path / "flat", flat | {"decoder.final_layernorm.weight": torch.ones(4)}, {})
+    assert list(open_torch_dist(tmp_path / "flat").tensors) == ["model.decoder.final_layernorm.weight"]
+    with pytest.raises(CheckpointError, match="flat bucket"):
+        open_torch_dist(tmp_path / "flat", optimizer=True)
+    metadata = tmp_path / "flat" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../../x.dist"))
+    with pytest.raises(CheckpointError, match="no plain name"):
+        open_torch_dist(tmp_path / "flat")
+
+
+@pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (4, 2, 2)])
+def test_ranks_files_make_whole_tensors(tmp_path, tp, pp, chunks):
+    """`mp_rank_*`: cut over tensor parallel ranks, layers numbered from 0 in each stage."""
+    layers, hidden, ffn = pp * chunks, 8, 16
+    args = argparse.Namespace(swiglu=True)
+    whole = {
+        "embedding.word_embeddings.weight": torch.randn(16, hidden),
+        "output_layer.weight": torch.randn(16, hidden),
+    }
+    for n in range(layers):
+        at = f"decoder.layers.{n}."
+        whole |= {
+            f"{at}input_layernorm.weight": torch.randn(hidden),
+            f"{at}self_attention.linear_qkv.weight": torch.randn(32, hidden),
+            f"{at}self_attention.linear_proj.weight": torch.randn(hidden, hidden),
+            f"{at}mlp.linear_fc1.weight": torch.randn(2 * ffn, hidden),
+            f"{at}mlp.linear_fc2.weight": torch.randn(hidden, ffn),
+        }
+
+    def local(name, value, rank):
+        if "layernorm" in name:
+            return value
+        if "linear_fc1" in name:
+            return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2)])
+        return value.chunk(tp, dim=1 if "proj" in name or "fc2" in name else 0)[rank].contiguous()
+
+    for rank in range(tp):
+        for stage in range(pp):
+            models = []
+            for chunk in range(chunks):
+                number = chunk * pp + stage
+                held = {"decoder.layers.0." + name.split(".", 3)[3]: local(name, value, rank)
+                        for name, value in whole.items() if name.startswith(f"decoder.layers.{number}.")}  # fmt: skip
+                ends = {0: "embedding.word_embeddings.weight", layers - 1: "output_layer.weight"}
+                held |= {name: local(name, whole[name], rank) for at, name in ends.items() if at == number}
+                held["decoder.layers.0.mlp.linear_fc1._extra_state"] = None
+                models.append(held)
+            if layers == 1:
+                models[0]["embedding.word_embeddings.weight"] = local(
+                    "x", whole["embedding.word_embeddings.weight"], rank
+                )
+            keys = ["model"] if chunks == 1 else [f"model{number}" for number in range(chunks)]
+            folder = tmp_path / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            folder.mkdir()
+            torch.save(
+                {"args": args, "iteration": 5, **dict(zip(keys, models, strict=True))},
+                folder / "model_optim_rng.pt",
+            )
+    source = open_torch(tmp_path)
+    assert source.tensors.keys() == {"model." + name for name in whole}
+    with SourceReader(source) as reader:
+        for name, value in whole.items():
+            assert torch.equal(reader.read("model." + name), value), name

@@ -1,0 +1,78 @@
+"""Two checkpoints of any format, tensor by tensor, under our names."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron.core.dist_checkpointing.catalog import choose
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.source import TensorSource
+from megatron.core.rectangles import Rectangle
+from megatron.interchange.hf_folder import CONFIG, HFSource, open_folder
+from tools.conversion.source_reader import SourceReader
+
+PREFIX = "model."
+VOCABULARY = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What is not the same of a tensor. largest: of the absolute differences of values; None where they cannot be
+    compared."""
+
+    name: str
+    what: str
+    largest: float | None = None
+
+
+def open_source(path: Path, ckpt_step: int | None = None) -> TensorSource:
+    """A checkpoint of ours, or a Hugging Face folder. Raises CheckpointError."""
+    if (path / CONFIG).is_file():
+        opened = open_folder(path)
+        return HFSource(opened, opened.model.vocab_size)
+    choice = choose(path, ckpt_step)
+    if choice.found is None:
+        raise CheckpointError("; ".join(choice.notes))
+    return choice.found
+
+
+def differences(one: TensorSource, other: TensorSource) -> list[Difference]:
+    """Of the model's tensors, in the order of names; [] where every bit is the same. Rows of a padded vocabulary that
+    only one has are compared with zero; values of different dtypes are compared as fp64."""
+    names = [{name for name in source.tensors if name.startswith(PREFIX)} for source in (one, other)]
+    told = [Difference(name, "only in the first") for name in sorted(names[0] - names[1])]
+    told += [Difference(name, "only in the second") for name in sorted(names[1] - names[0])]
+    with SourceReader(one) as first, SourceReader(other) as second:
+        for name in sorted(names[0] & names[1]):
+            found = _difference(name, first, second)
+            if found is not None:
+                told.append(found)
+    return told
+
+
+def _difference(name: str, first: SourceReader, second: SourceReader) -> Difference | None:
+    shapes = [tuple(reader.source.tensors[name].shape) for reader in (first, second)]
+    rows = [shape[0] if shape else 1 for shape in shapes]
+    padded = name in VOCABULARY and shapes[0][1:] == shapes[1][1:]
+    if shapes[0] != shapes[1] and not padded:
+        return Difference(name, f"shapes {shapes[0]} and {shapes[1]}")
+    dtypes = [reader.source.tensors[name].dtype for reader in (first, second)]
+    box = None
+    if shapes[0] != shapes[1]:
+        box = Rectangle((0,) * len(shapes[0]), (min(rows), *shapes[0][1:]))
+        longer = first if rows[0] > rows[1] else second
+        count = max(rows) - min(rows)
+        rest = Rectangle((min(rows), *(0 for _ in shapes[0][1:])), (count, *shapes[0][1:]))
+        if longer.read(name, rest).count_nonzero():
+            return Difference(name, f"{count} more rows in one, which are not zero")
+    a, b = first.read(name, box), second.read(name, box)
+    if dtypes[0] == dtypes[1]:
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+        if torch.equal(a.reshape(-1).view(bits), b.reshape(-1).view(bits)):
+            return None
+    largest = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    dtype_text = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
+    return Difference(name, f"{dtype_text}largest difference {largest:.3g}", largest)

@@ -1,0 +1,185 @@
+"""A Hugging Face folder as a checkpoint of ours, and the other way."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.catalog import Found, config_of
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
+from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
+from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
+from megatron.interchange.known import ARCHITECTURES, architecture, expressing
+from megatron.interchange.moves import Catalogue, Move
+from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
+from megatron.training.config.config import Config
+from megatron.training.config.saved_config import check_config
+from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
+from tools.conversion.source_reader import SourceReader, view
+from tools.conversion.stream import PlannedFile, Say, in_files, planned_file, write_files
+
+BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
+PREFIX, MAIN = "model.", "optimizer.main_weight."
+_MAX_COPIED_BYTES = 256 << 20
+
+
+def import_folder(
+    folder: Path, save: Path, *, given: Mapping[str, Any], dtype: str | None, max_shard_bytes: int, say: Say
+) -> Path:
+    """Write iteration 0 of the folder's model into `save`; its directory. given: our fields that flags give.
+
+    dtype: a key of DTYPES; as stored if not given. Raises CheckpointError; a killed call goes on where it was.
+    """
+    opened = open_folder(folder, given)
+    source = HFSource(opened, opened.model.vocab_size)
+    beside = save / BESIDE
+
+    def settings() -> dict[str, Any]:
+        there = beside if _copy_tokenizer(folder, beside) else folder
+        return {**opened.model.flags, **tokenizer_flags(there, opened.model.vocab_size)}
+
+    facts = [opened.json, {key: tuple(vars(one).values()) for key, one in opened.arrays.items()}]
+    return write_checkpoint(
+        source, save, settings, opened.model.vocab_size, facts, dtype, max_shard_bytes, say
+    )
+
+
+def _copy_tokenizer(folder: Path, into: Path) -> bool:
+    """Whether there are files of a tokenizer; they are copied, with what says how the model is used."""
+    there = [name for name in COPIED if (folder / name).is_file()]
+    for name in there:
+        into.mkdir(parents=True, exist_ok=True)
+        with published(into / name) as file:
+            file.write(read_bytes(folder / name, max_bytes=_MAX_COPIED_BYTES, follow=True))
+    return bool(there)
+
+
+def export_folder(
+    found: Found,
+    folder: Path,
+    *,
+    model_type: str | None,
+    like: Path | None,
+    dtype: str | None,
+    max_shard_bytes: int,
+    say: Say,
+) -> Path:
+    """Write a checkpoint's model as a Hugging Face folder, which must not be there yet.
+
+    model_type: the architecture; that of `like`, else the first that can express the model. like: a folder whose
+    tokenizer files and settings of generation are taken over; the checkpoint's tokenizer's if not given. dtype: a key
+    of DTYPES, float32 from main weights where there are any; the weights' own if not given.
+    """
+    if os.path.lexists(folder):
+        raise CheckpointError(f"{folder}: there already: give --hf another folder")
+    config = Config.from_flat(config_of(found, check_config))
+    like = like or _origin(found, config)
+    stated = _stated(like)
+    padded = config.model.padded_vocab_size
+    if padded is None:
+        raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
+    rows = min(padded, stated.get("vocab_size", padded))
+    one = _architecture(model_type or stated.get("model_type"), config, rows)
+    json_config = one.write(config.model, rows)
+    out = _Outgoing(found, one.catalogue(config.model, rows, padded), dtype)
+    files = out.files(max_shard_bytes)
+    tag = fingerprint(found.manifest_sha256, one.model_type, dtype, max_shard_bytes, rows)
+    temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
+    with SourceReader(found) as reader:
+        write_files(temporary, files, functools.partial(out.value, reader), say)
+    if like is not None:
+        _copy_tokenizer(like, temporary)
+    kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
+    _publish_json(temporary / CONFIG, {**kept, **json_config, "dtype": out.dtype, "torch_dtype": out.dtype})
+    if len(files) > 1:
+        total = sum(file.num_bytes - len(file.header) for file in files)
+        where = {stored.key: file.name for file in files for stored in file.tensors}
+        _publish_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    sync_directory(temporary)
+    os.rename(temporary, folder)
+    sync_directory(folder.parent)
+    return folder
+
+
+def _publish_json(path: Path, value: Mapping[str, Any]) -> None:
+    publish_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+class _Outgoing:
+    """Their tensors, made of a checkpoint's. dtype: the name of most of them in config.json."""
+
+    def __init__(self, found: Found, catalogue: Catalogue, dtype: str | None) -> None:
+        names = (name for name in found.tensors if name.startswith(PREFIX))
+        weights = {name.removeprefix(PREFIX): tuple(found.tensors[name].shape) for name in names}
+        if problems := catalogue.problems(ours=weights):
+            raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
+        self._source_of = {name: _stored_name(found, name, dtype) for name in weights}
+        self._moves: dict[str, list[Move]] = {}
+        for move in catalogue.moves:
+            self._moves.setdefault(move.theirs.name, []).append(move)
+        self._shapes = catalogue.theirs
+        self._types = {
+            theirs: DTYPES[dtype] if dtype else found.tensors[self._source_of[moves[0].ours.name]].dtype
+            for theirs, moves in self._moves.items()
+        }
+        most = collections.Counter(self._types.values()).most_common(1)[0][0]
+        self.dtype = next(key for key, value in DTYPES.items() if value == most)
+
+    def files(self, max_shard_bytes: int) -> list[PlannedFile]:
+        """In the order of the table, as transformers names and cuts them."""
+        tensors = [StoredTensor(name, self._types[name], shape) for name, shape in self._shapes.items()]
+        by_file = in_files(tensors, max_shard_bytes)
+        names = [
+            f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)
+        ]
+        if len(by_file) == 1:
+            names = [SINGLE]
+        return [planned_file(name, held, {"format": "pt"}) for name, held in zip(names, by_file, strict=True)]
+
+    def value(self, reader: SourceReader, stored: StoredTensor) -> Tensor:
+        """One of their tensors, read now."""
+        out = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+        for move in self._moves[stored.key]:
+            part = reader.read(self._source_of[move.ours.name], move.ours.box)
+            view(out, move.theirs.box).copy_(part.t() if move.transposed else part)
+        return out
+
+
+def _stored_name(found: Found, name: str, dtype: str | None) -> str:
+    """Main weights are what 16-bit weights are rounded from."""
+    main = MAIN + name
+    return main if dtype == "float32" and main in found.tensors else PREFIX + name
+
+
+def _origin(found: Found, config: Config) -> Path | None:
+    """Where the model's tokenizer and its own config.json are: beside the checkpoints, or where the flags say."""
+    if (beside := found.directory.parent / BESIDE).is_dir():
+        return beside
+    path = config.tokenizer.tokenizer_model
+    if path is None or not os.path.exists(path):
+        return None
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def _stated(like: Path | None) -> dict[str, Any]:
+    if like is None or not (like / CONFIG).is_file():
+        return {}
+    value = json.loads(read_bytes(like / CONFIG, max_bytes=4 << 20, follow=True))
+    return value if isinstance(value, dict) else {}
+
+
+def _architecture(model_type: str | None, config: Config, vocab_size: int) -> Architecture:
+    if model_type in ARCHITECTURES or model_type is not None:
+        return architecture(model_type)
+    return expressing(config.model, vocab_size)

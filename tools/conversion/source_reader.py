@@ -1,0 +1,53 @@
+"""Tensors of any `TensorSource`, whole or a rectangle of them, read in the order of files."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.source import TensorSource
+from megatron.core.dist_checkpointing.storage import ChunkReader
+from megatron.core.rectangles import Rectangle
+
+
+class SourceReader(contextlib.ExitStack):
+    """Files are opened when they are first needed, and stay open until it is closed."""
+
+    def __init__(self, source: TensorSource) -> None:
+        super().__init__()
+        self.source = source
+        self._readers: dict[str, ChunkReader] = {}
+
+    def read(self, name: str, box: Rectangle | None = None) -> Tensor:
+        """A tensor, or a rectangle of it, in the dtype in which it is stored. Raises CheckpointError."""
+        entry = self.source.tensors[name]
+        box = box or Rectangle((0,) * len(entry.shape), entry.shape)
+        dtype = TORCH_DTYPES[entry.dtype]
+        out = torch.zeros(box.shape, dtype=dtype)
+        for chunk in sorted(entry.chunks, key=lambda one: (one.file, one.begin)):
+            common = Rectangle(chunk.offset, chunk.shape).common(box)
+            if common is not None and chunk.file:
+                inside = _relative(common, chunk.offset)
+                values = self._reader(chunk.file).read(chunk, dtype, inside)
+                view(out, _relative(common, box.offset)).copy_(values)
+        return out
+
+    def _reader(self, file: str) -> ChunkReader:
+        if file not in self._readers:
+            reader = ChunkReader(self.source.directory / file, follow=self.source.follows_links)
+            self._readers[file] = self.enter_context(reader)
+        return self._readers[file]
+
+
+def _relative(box: Rectangle, origin: tuple[int, ...]) -> Rectangle:
+    return Rectangle(tuple(a - b for a, b in zip(box.offset, origin, strict=True)), box.shape)
+
+
+def view(tensor: Tensor, box: Rectangle) -> Tensor:
+    """A rectangle of a tensor."""
+    for dim, (start, count) in enumerate(zip(box.offset, box.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, count)
+    return tensor
