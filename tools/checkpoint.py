@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 from megatron.command import program
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.words import counted
 from megatron.interchange.known import ARCHITECTURES
 from megatron.training.guard.console import guard_console
 from tools.commands import as_called
@@ -87,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
         told = compare.differences(*map(compare.open_source, args.checkpoints))
         for one in told:
             print(f"{one.name}: {one.what}")
-        print(f"{len(told)} tensors differ" if told else "every tensor is the same, bit for bit")
+        print(
+            f"{counted(len(told), 'tensor')} not the same"
+            if told
+            else "every tensor is the same, bit for bit"
+        )
         return int(bool(told))
     common: dict[str, Any] = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size, "say": say}
     if args.command == "import" and args.megatron is not None:

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Rectangle
+from megatron.core.words import plain
 from megatron.interchange.hf_folder import CONFIG, HFSource, open_folder
 from tools.conversion.source_reader import SourceReader
 
@@ -75,4 +76,4 @@ def _difference(name: str, first: SourceReader, second: SourceReader) -> Differe
             return None
     largest = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
     dtype_text = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
-    return Difference(name, f"{dtype_text}largest difference {largest:.3g}", largest)
+    return Difference(name, f"{dtype_text}largest difference {plain(largest)}", largest)

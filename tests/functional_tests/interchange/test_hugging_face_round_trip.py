@@ -53,4 +53,4 @@ def test_compare_names_what_differs(tmp_path, capsys):
     assert main(words("compare", tmp_path / "a", tmp_path / "b")) == 1
     told = capsys.readouterr().out
     assert "model.decoder.layers.1.self_attention.linear_qkv.bias: largest difference 0.5" in told
-    assert "1 tensors differ" in told
+    assert "1 tensor not the same" in told
