@@ -109,7 +109,8 @@ def test_a_rank_that_dies_is_named_and_restarts_are_the_agents(tmp_path):
         "import os, signal\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1':\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+        "line = f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\"\n"
+        "os.write(1, line.encode())  # both ranks share this output: a line is one write\n"
     )
     status, output = launched(tmp_path, "--nproc-per-node", "2", "--", kills)
     assert status == 128 + signal.SIGKILL
