@@ -239,7 +239,7 @@ def run_memory(work: Work, names: Sequence[str], args: argparse.Namespace) -> di
 
 def show_memory(case: dict[str, Any], held: dict[str, list[Held]]) -> None:
     base = case["live"].get("ours optim")
-    print(f"{case['dtype']}: peaks in MB of the fullest rank, and of each")
+    print(f"{case['dtype']}: peaks in MiB of the fullest rank, and of each")
     for name, ranks in held.items():
         of_base = f" ({case['live'][name] / base:.3f} of ours optim)" if base else ""
         each = " ".join(told(one.live) for one in ranks)
@@ -260,7 +260,7 @@ def show_memory(case: dict[str, Any], held: dict[str, list[Held]]) -> None:
 
 
 def told(size: int) -> str:
-    return f"{size / 1e6:.2f}"
+    return f"{size / 2**20:.2f}"
 
 
 def kinds(held: dict[str, int]) -> str:

@@ -186,7 +186,7 @@ def text_of(case: Mapping[str, Any]) -> str:
         f"{case['microbatches']} microbatch(es) a rank"
     )
     head = (
-        ["contestant", "peak MB", "/ single", "/ own peer"]
+        ["contestant", "peak MiB", "/ single", "/ own peer"]
         if memory
         else [
             "contestant",
@@ -220,7 +220,7 @@ def _row(name: str, one: Mapping[str, Any], memory: bool) -> list[str]:
 
     own = next((against for against in one["ratios"] if against != "single"), None)
     if memory:
-        peak = f"{one['live_bytes'] / 1e6:.1f}"
+        peak = f"{one['live_bytes'] / 2**20:.1f}"
         return [name, peak, ratio("single", "live"), f"{ratio(own, 'live')} {own or ''}".strip()]
     return [
         name,

@@ -193,7 +193,7 @@ def main() -> None:
         measure_memory(args)
         return
     results = []
-    print("dtype  mb |  ours s   plain s  ratio | ours CPU  plain CPU  ratio | ours MB  plain MB  ratio")
+    print("dtype  mb |  ours s   plain s  ratio | ours CPU  plain CPU  ratio | ours MiB plain MiB ratio")
     for dtype in args.dtypes:
         for micro_batch in args.micro_batch:
             case = time_case(dtype, micro_batch, args)
@@ -205,7 +205,7 @@ def main() -> None:
                 for who in ("ours", "plain"):
                     case[f"{who}_peak_bytes"] = memory_case(who, dtype, micro_batch, args)
                 ratio = case["memory_ratio"] = case["ours_peak_bytes"] / case["plain_peak_bytes"]
-                ours, plain = case["ours_peak_bytes"] / 1e6, case["plain_peak_bytes"] / 1e6
+                ours, plain = case["ours_peak_bytes"] / 2**20, case["plain_peak_bytes"] / 2**20
                 line += f" | {ours:7.0f}  {plain:8.0f}  {ratio:5.3f}"
             results.append(case)
             print(line, flush=True)

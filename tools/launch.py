@@ -26,10 +26,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.command import NAME, SCRIPTS, called_as, program
+from megatron.training.guard.signals import STOP_SIGNALS, StopRequested, end_at_once
+
+if __name__ == "__main__" or called_as(sys.argv[0]):
+    # What stops a run waits until somebody can say its last words: modules are imported until then.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 from megatron.training.config.command_line import last_value, read_command_line
 from megatron.training.config.launch_env import LAUNCH_RECORD, LaunchEnv
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
-from megatron.training.guard.signals import end_at_once
 from megatron.training.run.arguments import last_words
 from tools.commands import COMMANDS
 
@@ -80,6 +84,7 @@ def launch(words: Sequence[str]) -> int:
     started = called(command)
     save = last_value(command, "--save")
     end_at_once(functools.partial(last_words, LaunchEnv(), save))  # until torch's agent listens
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     with cpp_logs_off():
         from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -102,7 +107,7 @@ def launch(words: Sequence[str]) -> int:
             return said(record, command, failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
         except SignalException as stopped:
             record = newest_record(folder)
-            return ended_early(stopped.sigval) if record is None else said(record, command, record.status)
+            return ended_early(stopped.sigval, save) if record is None else said(record, command, record.status)
         except (RuntimeError, ValueError, AssertionError, OSError) as error:
             raise LaunchError(unstartable(args, error)) from None
 
@@ -215,8 +220,11 @@ def saved_iteration(record: ExitRecord) -> str:
     return f"iteration {found[1] if found else record.iteration}"
 
 
-def ended_early(number: int) -> int:
-    """The status after a signal that came before there was a run that could leave a record of itself."""
+def ended_early(number: int, save: str | None = None) -> int:
+    """The status after a signal that came before there was a run that could leave a record of itself. save: where it
+    would have been, which gets one."""
+    if save is not None:
+        return last_words(LaunchEnv(), save, StopRequested(signal.Signals(number).name))
     tell(f"stopped by {signal.Signals(number).name}: the ranks have left no record of a run")
     return 128 + int(number)
 

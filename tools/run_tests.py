@@ -1,39 +1,79 @@
-"""Run the CPU suite in parts, two at a time: `make test`. Most tests wait for other ranks or use one core.
+"""Run the CPU suite in parts, some at a time: `make test`.
 
-Options are pytest's: `python tools/run_tests.py -m "not full" --durations=10`. What a part says is printed when it has
-ended; the exit status is 1 if any failed.
+Options are pytest's: `python tools/run_tests.py -m "not full" --durations=10`. Parts are forks of this process, which
+has imported what takes seconds. What a part says is printed when it has ended, with the time of all its processes on a
+core; the exit status is 1 if any failed.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
+import os
 import re
-import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
-AT_ONCE = 2
-# The longest first, so that the last two end together; what no other names is the last.
+AT_ONCE = len(os.sched_getaffinity(0)) + 1  # tests wait for other ranks, for files and for time to pass
+# The longest first, so that the last ones end together; then each folder of what these do not name. A file is in the
+# first part that names it.
 LONGEST = (
+    "functional_tests/test_[m-p]*.py",
+    "functional_tests/test_[q-z]*.py",
     "functional_tests/test_*.py",
-    "unit_tests/core",
+    "functional_tests/what_is_seen",
+    "functional_tests/doors_again",
+    "functional_tests/front_door",
+    "unit_tests/core/pipeline_parallel/plan/test_joint*.py",
+    "unit_tests/core/pipeline_parallel/plan/test_*.py",
+    "parity/test_[a-o]*.py",
     "parity",
     "unit_tests/training",
-    "functional_tests/front_door",
+    "unit_tests/core/distributed/custom_fsdp",
+    "unit_tests/core/pipeline_parallel/plan",
+    "unit_tests/core/pipeline_parallel",
+    "unit_tests/core/distributed",
+    "unit_tests/core/test_*.py",
+    "unit_tests/core",
+    "unit_tests",
+)
+IMPORTED = (
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "torch",
+    "torch._dynamo",
+    "torch.testing",
+    "megatron.training.run.training",
 )
 SAID = re.compile(r"(\d+) (passed|failed|skipped|errors?|deselected)")
 
 
-def parts(tests: Path = TESTS) -> list[list[Path]]:
-    """Paths of each part: every test file is below exactly one of them."""
-    made = [sorted(tests.glob(pattern)) for pattern in LONGEST]
-    named = {file for part in made for path in part for file in files_of(path)}
-    return [*made, sorted(set(files_of(tests)) - named)]
+class Running(NamedTuple):
+    """A part under way. output: what it says."""
+
+    name: str
+    output: IO[bytes]
+
+
+def parts(tests: Path = TESTS) -> dict[str, list[Path]]:
+    """Test files of each part: every one is in exactly one of them."""
+    left = dict.fromkeys(files_of(tests))
+    made = {}
+    for pattern in LONGEST:
+        named = [file for path in sorted(tests.glob(pattern)) for file in files_of(path) if file in left]
+        made[pattern] = named
+        left = {file: None for file in left if file not in set(named)}
+    for file in left:
+        made.setdefault(str(file.parent.relative_to(tests)), []).append(file)
+    return {name: files for name, files in made.items() if files}
 
 
 def files_of(path: Path) -> list[Path]:
@@ -41,25 +81,44 @@ def files_of(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(path.rglob("test_*.py"))
 
 
-def run(part: Sequence[Path], options: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """One part in a process of its own."""
-    words = [sys.executable, "-m", "pytest", *map(str, part), *options]
-    return subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def main(options: Sequence[str]) -> int:
-    start, counts, failed = time.monotonic(), Counter[str](), False
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        under_way = [pool.submit(run, part, options) for part in parts()]
-        for done in as_completed(under_way):
-            result = done.result()
-            print(result.stdout, flush=True)
-            failed = failed or result.returncode != 0
-            summary = result.stdout.rstrip().rpartition("\n")[2]
-            counts.update({what: int(number) for number, what in SAID.findall(summary)})
-    said = ", ".join(f"{number} {what}" for what, number in counts.items())
-    print(f"{said} in {time.monotonic() - start:.0f} s")
+    """Run all parts; the exit status."""
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    start, counts, failed, used = time.monotonic(), Counter[str](), False, 0.0
+    waiting, running = parts(), dict[int, Running]()
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            name = next(iter(waiting))
+            one, files = Running(name, tempfile.TemporaryFile()), waiting.pop(name)  # noqa: SIM115
+            if (pid := os.fork()) == 0:
+                return _run(files, options, one.output)
+            running[pid] = one
+        pid, status, spent = os.wait4(-1, 0)
+        name, output = running.pop(pid)
+        with output:
+            output.seek(0)
+            said = output.read().decode(errors="replace").rstrip()
+        seconds = spent.ru_utime + spent.ru_stime
+        print(f"{said} ({seconds:.0f} s of a core): {name}\n", flush=True)
+        failed, used = failed or status not in (0, _NOTHING << 8), used + seconds
+        counts.update({what: int(number) for number, what in SAID.findall(said.rpartition("\n")[2])})
+    summary = ", ".join(f"{number} {what}" for what, number in counts.items())
+    print(f"{summary} in {time.monotonic() - start:.0f} s, {used:.0f} s of a core")
     return int(failed)
+
+
+_NOTHING = 5  # pytest's status where no test of a part is asked for
+
+
+def _run(files: Sequence[Path], options: Sequence[str], output: IO[bytes]) -> int:
+    """In a part's own process: pytest's exit status."""
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    return int(importlib.import_module("pytest").main([*options, *map(str, files)]))
 
 
 if __name__ == "__main__":

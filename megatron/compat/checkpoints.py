@@ -34,7 +34,7 @@ __all__ = ["hold", "load", "load_checkpoint", "save", "save_checkpoint"]
 
 
 class _LeaseHeld:
-    """What this process holds a lease on. save: the folder's name."""
+    """What this process holds a lease on. save: the folder's path without links."""
 
     save: str | None = None
     folder: RunFolder | None = None
@@ -43,7 +43,8 @@ class _LeaseHeld:
 def hold(save: str | None) -> None:
     """Take `pretrain`'s lease on --save, until the process ends or holds another folder. Communicates over the world.
     Raises LeaseError where another run holds it, OutputPathError."""
-    if save == _LeaseHeld.save:
+    path = None if save is None else os.path.realpath(save)
+    if path == _LeaseHeld.save:
         return
     if _LeaseHeld.folder is not None:
         _LeaseHeld.folder.release()
@@ -56,7 +57,7 @@ def hold(save: str | None) -> None:
     )
     claimed = folder.claim(LaunchEnv.read(), global_vars.print_rank_0) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
-    _LeaseHeld.save, _LeaseHeld.folder = save, folder
+    _LeaseHeld.save, _LeaseHeld.folder = path, folder
     atexit.register(folder.release)
 
 
@@ -152,7 +153,7 @@ def save(sharded_state_dict: Any, checkpoint_dir: str, *strategies: Any, **named
 
     def guard() -> None:
         own = _LeaseHeld.folder
-        if own is not None and os.path.realpath(own.path or "") == os.path.realpath(checkpoint_dir):
+        if own is not None and os.path.realpath(checkpoint_dir) == _LeaseHeld.save:
             own.check()
         elif is_held(Path(checkpoint_dir)):
             raise LeaseError(

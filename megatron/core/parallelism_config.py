@@ -7,11 +7,11 @@ from megatron.core.config_base import Bounds, Bytes, Index, Layers, Ranks, Stage
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 
 V_BY_MEMORY = {"zb": "zbv", "half": "v-half", "min": "v-min"}  # --zero-bubble-v-schedule-mem-setup
-_SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
+_SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def bytes_of(word: str) -> int:
-    """`512M` -> bytes; suffixes K, M and G are powers of 1024. Raises ValueError."""
+    """`512M` -> bytes; suffixes K, M, G and T are powers of 1024. Raises ValueError."""
     digits = word[:-1] if word[-1:].upper() in _SUFFIXES else word
     if not (digits.isascii() and digits.isdigit()):
         raise ValueError(f"expects bytes, as in 500000000, 512M or 4G, got {word!r}")

@@ -2,7 +2,8 @@
 
 Two ways to start one, with one result:
 
-- `run`, `started`: `python pretrain_gpt.py`, under torchrun for several ranks. About 3 s to start on a busy machine.
+- `run`, `started`: `python pretrain_gpt.py`, under torchrun for several ranks, which are forks as the next: each Python
+  of its own takes 4 s of a core to import torch. `warm_ranks` has that for other launchers over torch's agent.
 - `run_forked`, `forked`: the ranks are forked from this process, which has imported torch already, run the script from
   its first line with RANK, WORLD_SIZE and the rest as torchrun sets them, each on one core. About 0.1 s to start; for
   everything that is not about the launcher.
@@ -74,6 +75,33 @@ def command(
     return [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / script), *map(str, flags)]
 
 
+def _forked_python(
+    words: Sequence[str], *, cwd: Path, env: Mapping[str, str], **streams: Any
+) -> subprocess.Popen[str]:
+    """`python script flags` as a process, in a session of its own and a fork of this one: it has torch already."""
+    script = next(at for at, word in enumerate(words) if word.endswith(".py"))
+
+    def become_it() -> None:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as a new program; what Popen waits for is one of them
+        warm_ranks()
+        become(list(words[script:]), None, cwd, env, dies_with_parent=False)
+
+    return subprocess.Popen(words, preexec_fn=become_it, **streams)
+
+
+def warm_ranks() -> None:
+    """In a process that is to be torch's agent: its ranks will be forks of it."""
+    handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+
+    def start(
+        *, args: Sequence[str], env: Mapping[str, str], start_new_session: bool, **streams: Any
+    ) -> subprocess.Popen[str]:
+        assert start_new_session
+        return _forked_python(args, cwd=Path.cwd(), env=env, **streams)
+
+    importlib.import_module(handler).Popen = start
+
+
 @contextlib.contextmanager
 def started(
     flags: Sequence[str],
@@ -87,17 +115,20 @@ def started(
     """A run under way, in a session of its own that is gone when the block ends."""
     variables = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", **(env or {}))
     core = min(os.sched_getaffinity(0))
-    process = subprocess.Popen(
-        command(flags, ranks=ranks, script=script, launcher=launcher),
-        cwd=cwd or ROOT,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    words, folder = command(flags, ranks=ranks, script=script, launcher=launcher), cwd or ROOT
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    if ranks == 1:
         # A single rank would take all cores for itself: one keeps the machine free and the bits alike.
-        preexec_fn=(lambda: os.sched_setaffinity(0, {core})) if ranks == 1 else None,
-    )
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=variables,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            **streams,
+        )
+    else:
+        process = _forked_python(words, cwd=folder, env=variables, **streams)
     try:
         yield process
     finally:
@@ -305,27 +336,29 @@ def _rendezvous(ranks: int) -> dict[str, str]:
 
 def become(
     argv: list[str],
-    output: str | Path,
+    output: str | Path | None,
     cwd: Path,
     variables: Mapping[str, str],
     rank: int | None = None,
     errors: Path | None = None,
+    *,
+    dies_with_parent: bool = True,
 ) -> None:
-    """In the child: run the script as `python script` would. Never returns. errors: stderr, if it is not output; rank:
-    has a core of its own."""
+    """In the child: run the script as `python script` would. Never returns. output: None where the streams are as they
+    have to be; errors: stderr, if it is not output; rank: has a core of its own."""
     status = 1
     try:
         os.setsid()
-        if sys.platform == "linux":
+        if dies_with_parent and sys.platform == "linux":
             pr_set_pdeathsig = 1
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         cores = sorted(os.sched_getaffinity(0))
         if rank is not None:
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
         os.chdir(cwd)
-        for target, path in ((1, output), (2, errors or output)):
+        for target, path in ((1, output), (2, errors or output)) if output is not None else ():
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY), target)
         # Whole lines reach the file in one write, so ranks do not mix within a line.
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115

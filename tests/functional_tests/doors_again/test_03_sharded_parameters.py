@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch._dynamo  # here, so that forked ranks have it
@@ -260,13 +261,18 @@ def whole_tensors_are_refused_by_name(ctx) -> None:
         told = rf"{name}.step\(\): .* of '.*whole tensor.*strategy='no_shard'.*AdamW"
         with pytest.raises(ModelError, match=told):
             optimizer.step(*[closure] * (name == "LBFGS"))
-    weight = sharded(ctx, net).head.weight
+    model = sharded(ctx, net)
+    token_loss(model, 0).backward()
+    weight = model.head.weight
     for asked in (
         lambda p: p.t(),
         lambda p: p[0],
         lambda p: p @ p,
         lambda p: p.sum(0),
         lambda p: torch.cat([p, p]),
+        lambda p: p.tolist(),
+        lambda p: p.detach().numpy(),
+        lambda p: numpy.asarray(p.grad),
     ):
         with pytest.raises(
             ModelError, match=r"of 'head.weight' \(40, 16\), of which this rank has.*full_tensor\(\)"

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.training import get_optimizer_param_scheduler
 
+from megatron.compat.checkpoints import hold
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.saving import save as save_pieces
@@ -261,6 +262,10 @@ def leased(ctx, folder, other):
     start(folder)
     lease = Path(folder, "lease.json")
     assert json.loads(lease.read_text())["pid"] == os.getpid()
+    taken = lease.stat()
+    for own in (f"{folder}/", os.path.relpath(folder)):  # the folder that is held, by another word
+        hold(own)
+    assert lease.stat() == taken, "neither given free nor taken again"
     model = wrapped()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), [model])
     scheduler = get_optimizer_param_scheduler(optimizer)

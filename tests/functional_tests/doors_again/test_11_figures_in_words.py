@@ -163,3 +163,9 @@ def test_only_words_make_figures():
         if own.search(line)
     ]
     assert found == []
+
+
+def test_the_page_of_measurements_has_one_unit_of_bytes():
+    """MB are those of a wire in a second, and of the name of a line of the log that is Megatron's."""
+    page = (ROOT / "docs" / "performance.md").read_text().replace("`memory (MB)`", "")
+    assert re.findall(r"[^\n]*\b[MGT]B\b(?!/s)[^\n]*", page) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import median
+from megatron.core.words import share_text
 from tests.harness import launch
 from tools import show_schedule
 from tools.reports.pipeline import measured_step
@@ -48,8 +49,8 @@ def test_log_record_and_timeline_say_the_same_two_numbers_of_every_step(run, cap
         recorded = [100 * records[iteration][f"{name}-bubble"] for name in ("planned", "measured")]
         assert recorded == pytest.approx(both, abs=0.006)  # of rounding to hundredths
         drawn = shown(folder, iteration, capsys)
-        of_timeline = [100 * drawn[name]["bubble_rate"] for name in ("planned", "measured")]
-        assert of_timeline == pytest.approx(both, abs=0.02), iteration  # times are whole nanoseconds
+        of_timeline = [share_text(drawn[name]["bubble_rate"], 2) for name in ("planned", "measured")]
+        assert of_timeline == [f"{one:.2f}%" for one in both], iteration
 
 
 def test_the_picture_of_a_report_is_of_the_same_step(run, capsys):

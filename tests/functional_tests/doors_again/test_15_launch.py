@@ -2,8 +2,10 @@
 SIGUSR1 saves and ends as SIGTERM does, whoever of a run gets it."""
 
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch.distributed.run
 
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus
+from megatron.training.guard.signals import STOP_SIGNALS
 from tests.harness import launch
 from tests.harness.screen import Terminal
 from tools import launch as launcher
@@ -145,6 +148,44 @@ def test_what_is_not_started_is_refused(tmp_path):
         assert said in output
 
 
+EARLY = """
+import pathlib, runpy, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron.training.config.command_line":
+            pathlib.Path("imports").touch()
+            time.sleep(0.5)
+sys.meta_path.insert(0, Slow())
+script, *sys.argv[1:] = sys.argv[1:]
+sys.argv[0] = script
+sys.path.insert(0, {root!r})
+if script == "megatron-zero":
+    from megatron.command import main
+    main()
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "door", [["megatron-zero", "launch"], [ROOT / "tools" / "launch.py"]], ids=["command", "script"]
+)
+def test_a_signal_in_the_first_second_has_last_words_too(tmp_path, door):
+    """It comes while modules are imported."""
+    words = [*door, "--nproc-per-node", "2", "--", "train", *ENDLESS]
+    process = subprocess.Popen(
+        [sys.executable, "-c", EARLY.format(root=str(ROOT)), *map(str, words)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "imports").exists():
+        time.sleep(0.01)
+    process.terminate()
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == launch.exit_record(tmp_path / "ck")["status"] == ExitStatus.STOPPED, said
+    assert said == "[rank 0] stopped (exit status 75): SIGTERM before training began; nothing is lost\n"
+
+
 def test_sigusr1_to_the_ranks_alone_saves(tmp_path):
     with launch.forked(ENDLESS, ranks=2, cwd=tmp_path) as group:
         group.wait_for(r"iteration +5/")
@@ -152,6 +193,22 @@ def test_sigusr1_to_the_ranks_alone_saves(tmp_path):
         done = group.wait()
     assert done.statuses == (75, 75)
     assert launch.exit_record(tmp_path / "ck")["reason"] == "received SIGUSR1"
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_to_the_whole_job_leaves_its_loaders_to_the_run(tmp_path, number):
+    """Batch systems signal every process: the loaders of a train line go on until the run has saved and ends them."""
+    with launch.forked([*ENDLESS, "--num-workers", "2"], cwd=tmp_path) as group:
+        group.wait_for(r"iteration +5/")
+        loaders = launch.descendants(group.pids[0])
+        assert len(loaders) >= 2
+        for pid in loaders:
+            os.kill(pid, number)
+        group.signal(number)
+        done = group.wait()
+    assert done.statuses == (75,), done.output
+    assert launch.exit_record(tmp_path / "ck")["reason"] == f"received {number.name}"
+    assert not re.search(r"Traceback|DataLoader worker", done.output), done.output
 
 
 def test_sigusr1_to_torchrun_alone_saves(tmp_path):

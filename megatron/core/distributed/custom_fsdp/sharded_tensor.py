@@ -45,6 +45,14 @@ class ShardedTensor(TensorPart):
         """The whole tensor, a copy on every rank. Communicates over the ranks that hold it: all of them call."""
         return self.place.whole(self.local).view(self.shape)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises ModelError: arrays and lists are of whole tensors."""
+        raise self.refusal("numpy()")
+
+    def tolist(self) -> Any:
+        """Raises ModelError."""
+        raise self.refusal("tolist()")
+
     @property
     def data(self) -> ShardedTensor:
         """The same memory, without autograd and with a version of its own."""

@@ -43,11 +43,14 @@ class Recorder(Protocol):
 
 
 class Recorders:
-    """Several recorders as one. Each is told times on its own clock: clocks differ by what they count from."""
+    """Several recorders as one. Each is told times on its own clock: clocks differ by what they count from.
+
+    Times are whole nanoseconds, so that figures of what files keep of them are those of the run, to the last digit.
+    """
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         first_now = recorders[0].now()
-        self._all = [(one, one.now() - first_now if one is not recorders[0] else 0.0) for one in recorders]
+        self._all = [(one, round(one.now() - first_now, 9) if one is not recorders[0] else 0.0) for one in recorders]
 
     def now(self) -> float:
         for one, _ in self._all[1:]:
@@ -59,8 +62,9 @@ class Recorders:
             one.begin_step(plan, rank, iteration)
 
     def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
+        start, end, *rest = (round(time, 9) for time in (start_s, end_s, wait_s, lane_s))
         for one, ahead_s in self._all:
-            one.record(place, start_s + ahead_s, end_s + ahead_s, wait_s, lane_s)
+            one.record(place, start + ahead_s, end + ahead_s, *rest)
 
     def repeated(self) -> None:
         for one, _ in self._all:

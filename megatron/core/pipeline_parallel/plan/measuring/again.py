@@ -232,7 +232,7 @@ def solve_again(
             again = fastest(rivals, num_microbatches)
         after, later = (timed(again, count) for count in (num_microbatches, most_microbatches))
     except PlanError as error:
-        return spec, f"nothing fits: {error}", ()
+        return spec, f"no other one is possible: {error}", ()
     if over_limit(later, again.limits):
         return spec, f"a new one would hold too much with {most_microbatches} microbatches", ()
     better = after.cost < before.cost * (1 - TOLERANCE)

@@ -71,8 +71,9 @@ def _grouped(uses: RowUses, gaps: Sequence[Gap], grouping: Grouping) -> list[Gap
             kept.append(gap)
         elif one > other:
             raise PlanError(
-                f"rank {uses.units.rank}: two stages share unit {uses.units.unit(gap.unit).name}, and this order adds "
-                "their gradients in another order than the stored grouping, which keeps a run's bits, allows"
+                f"rank {uses.units.rank}: two of its stages share the weights of {uses.units.unit(gap.unit).name}, "
+                "and this order adds up their gradients in another order than the run has until now, which would "
+                "change its bits"
             )
     return kept
 

@@ -116,7 +116,7 @@ def test_nothing_fits():
     spec = spec.under(measured(spec.placement, activation=MIB / 2))
     found, kept, _ = again(spec, measured(spec.placement, activation=8 * MIB))
     assert found is spec
-    assert kept.startswith("nothing fits: ")
+    assert kept.startswith("no other one is possible: ")
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -128,7 +128,7 @@ def test_auto_chooses_among_schedules_whose_layers_lie_the_same(splits):
     names = {line.partition(":")[0] for line in reasons}
     assert names == {name for name, _ in spec.rivals if splits or not SCHEDULES[name].splits}
     if not names:
-        assert kept.startswith("nothing fits: ")
+        assert kept.startswith("no other one is possible: ")
         return
     assert any(line.endswith("chosen") for line in reasons)
     kinds = {op[0] for row in trained(found).rows for op in row if IS_COMPUTE[op[0]]}
