@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: setup quickstart test test-all check lint docs clean
+.PHONY: setup quickstart test test-wheels test-all check lint docs clean
 
 # Everything that developing needs. Does nothing when up to date.
 setup: $(VENV)/.dev
@@ -28,8 +28,12 @@ quickstart: $(VENV)/.base
 test: setup
 	$(BIN)/python tools/run_tests.py -m "not full"
 
-# Full grids and kill storms too; the figures in docs/ come from it. A call stops behind the first test that ends after
-# half an hour; the next one goes on.
+# Against megatron-core and lm-evaluation-harness, in environments beside .venv that are made once.
+test-wheels: setup
+	$(BIN)/python -m pytest tests/wheels
+
+# Full grids, kill storms and test-wheels too; the figures in docs/ come from it. A call stops behind the first test that
+# ends after half an hour; the next one goes on.
 test-all: setup
 	$(BIN)/python -m pytest -p tests.harness.resumed
 
@@ -51,4 +55,4 @@ docs: setup
 	$(BIN)/python tools/generate_schedule_docs.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) .venv-wheels build dist *.egg-info runs

@@ -1,0 +1,30 @@
+"""Environments for the tests of this folder, which `make test` leaves out."""
+
+import os
+
+import pytest
+
+from tests.wheels.environments import UnavailableError, environment
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name == "wheels":
+            item.add_marker(pytest.mark.full)
+            item.add_marker(pytest.mark.timeout(240))
+
+
+@pytest.fixture(scope="session")
+def wheels():
+    """A row of ENVIRONMENTS -> its `Environment`."""
+
+    def ready(name):
+        try:
+            return environment(name)
+        except UnavailableError as error:
+            message = str(error)
+        if os.environ.get("CI") and os.getuid() == 0:
+            pytest.fail(message)
+        pytest.skip(message)
+
+    return ready

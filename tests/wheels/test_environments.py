@@ -1,0 +1,14 @@
+"""Each environment has the package `megatron` that its row says."""
+
+import pytest
+
+from tests.wheels.environments import ENVIRONMENTS, ROOT
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_package_megatron_is_the_rows(wheels, name):
+    env, row = wheels(name), ENVIRONMENTS[name]
+    path, version = env.run("which_megatron.py").split()
+    assert path.startswith(str(ROOT / "megatron" if row.checkout else env.folder))
+    if name.startswith("megatron-core-"):
+        assert version == name.removeprefix("megatron-core-")
