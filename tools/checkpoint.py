@@ -4,6 +4,7 @@
     python tools/checkpoint.py import --megatron DIR --save DIR    the same of Megatron-LM's torch_dist or torch
     python tools/checkpoint.py export --load DIR --hf DIR          a Hugging Face folder of the newest checkpoint
     python tools/checkpoint.py compare A B                         tensor by tensor, each of any format
+    python tools/checkpoint.py inspect DIR [--verify] [--json]     what a checkpoint of ours holds, and whether it is whole
 
 A call that was killed goes on where it was. Exit status: 0, 1 where compare finds a difference, 2 for a wrong flag, 3
 for a checkpoint that cannot be read or written.
@@ -12,6 +13,7 @@ for a checkpoint that cannot be read or written.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
 from megatron.command import program
-from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.words import counted
 from megatron.interchange.known import ARCHITECTURES
 from megatron.training.guard.console import guard_console
 from tools.commands import as_called
+from tools.conversion import contents
 
 SHARD_BYTES = 5 * 10**9
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -46,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = made.add_subparsers(dest="command", required=True, metavar="import|export|compare")
+    commands = made.add_subparsers(dest="command", required=True, metavar="import|export|compare|inspect")
     into = commands.add_parser("import", help="write a checkpoint of ours", allow_abbrev=False)
     source = into.add_mutually_exclusive_group(required=True)
     source.add_argument("--hf", type=Path, metavar="DIR", help="folder with config.json")
@@ -59,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
     )
     out = commands.add_parser("export", help="write a Hugging Face folder", allow_abbrev=False)
     out.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder of checkpoints")
-    out.add_argument("--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest")
     out.add_argument("--hf", required=True, type=Path, metavar="DIR", help="folder to be made")
     out.add_argument(
         "--model-type",
@@ -67,33 +68,50 @@ def parser() -> argparse.ArgumentParser:
         help="default: as imported, else the first that can express the model",
     )
     out.add_argument("--like", type=Path, metavar="DIR", help="a folder whose tokenizer is copied")
-    for one in (into, out):
-        one.add_argument(
-            "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is stored"
+    for command in (into, out):
+        command.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16", "float16"),
+            help="default: as it is stored; an export in float32 is made of main weights where there are any",
         )
-        one.add_argument("--max-shard-size", type=shard_bytes, default=SHARD_BYTES, help="default 5GB")
+        command.add_argument(
+            "--max-shard-size", type=shard_bytes, default=SHARD_BYTES, metavar="SIZE", help="default 5GB"
+        )
     compare = commands.add_parser("compare", help="what two checkpoints differ in", allow_abbrev=False)
     compare.add_argument("checkpoints", nargs=2, type=Path, metavar="DIR")
+    shown = commands.add_parser("inspect", help="what a checkpoint of ours holds", allow_abbrev=False)
+    shown.add_argument("load", type=Path, metavar="DIR", help="folder of checkpoints, as --load")
+    shown.add_argument(
+        "--verify",
+        action="store_true",
+        help="judge it as a load does: every field of the manifest, SHA-256 and header of every file",
+    )
+    shown.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    for command in (out, shown):
+        command.add_argument(
+            "--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest"
+        )
     return made
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status. Raises CheckpointError."""
+    if args.command == "inspect":
+        contents.show(args.load, args.ckpt_step, verify=args.verify, as_json=args.json)
+        return 0
     from tools.conversion import compare, hugging_face, megatron  # these bring torch
+
+    if args.command == "compare":
+        differing = compare.differences(*map(compare.open_source, args.checkpoints))
+        for difference in differing:
+            print(f"{difference.name}: {difference.what}")
+        same = "every tensor is the same, bit for bit"
+        print(f"{counted(len(differing), 'tensor')} not the same" if differing else same)
+        return int(bool(differing))
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if args.command == "compare":
-        told = compare.differences(*map(compare.open_source, args.checkpoints))
-        for one in told:
-            print(f"{one.name}: {one.what}")
-        print(
-            f"{counted(len(told), 'tensor')} not the same"
-            if told
-            else "every tensor is the same, bit for bit"
-        )
-        return int(bool(told))
     common: dict[str, Any] = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size, "say": say}
     if args.command == "import" and args.megatron is not None:
         made = megatron.import_folder(args.megatron, args.save, **common)
@@ -102,24 +120,29 @@ def run(args: argparse.Namespace) -> int:
         given = {key: value for key, value in given.items() if value is not None}
         made = hugging_face.import_folder(args.hf, args.save, given=given, **common)
     else:
-        choice = choose(args.load, args.ckpt_step)
-        if choice.found is None:
-            raise CheckpointError("; ".join(choice.notes))
+        found = contents.newest(args.load, args.ckpt_step)
         made = hugging_face.export_folder(
-            choice.found, args.hf, model_type=args.model_type, like=args.like, **common
+            found, args.hf, model_type=args.model_type, like=args.like, **common
         )
     print(made)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = parser()
+    if words and os.path.isdir(words[0]):  # what this word alone meant before there were others
+        commands.error(f"{words[0]!r} is a folder and no command: did you mean  inspect {words[0]}  ?")
+    args = commands.parse_args(words)
     guard_console()
     try:
         return run(args)
     except CheckpointError as error:
         print(f"{program(__file__)}: {error}", file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        print(f"{program(__file__)}: interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ COMMANDS = {
         "tools/inspect_data.py", "show the samples that a run trains on, or check a corpus"
     ),
     "checkpoint": Command(
-        "tools/inspect_checkpoint.py", "show what a checkpoint holds, and whether it is whole"
+        "tools/checkpoint.py", "import, export, compare and inspect checkpoints, ours and others'"
     ),
     "report": Command("tools/report.py", "write one HTML page about a run"),
     "generate": Command("tools/generate.py", "write text with a trained checkpoint"),

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.rectangles import Rectangle
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.fields import Field, Json, SettingError
+from megatron.interchange.fields import VOCABULARY, Field, Json, SettingError, own_code
 from megatron.interchange.moves import Catalogue, Move, Part, all_rows, stacked
 
 
@@ -26,7 +26,7 @@ MEANINGLESS = frozenset(
     "use_cache return_dict output_hidden_states output_attentions output_scores chunk_size_feed_forward "
     "id2label label2id num_labels problem_type finetuning_task task_specific_params torchscript use_bfloat16 "
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
-    "pretraining_tp gradient_checkpointing is_decoder auto_map prefix max_length min_length do_sample "
+    "pretraining_tp gradient_checkpointing is_decoder prefix max_length min_length do_sample "
     "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size num_beams "
     "num_beam_groups diversity_penalty early_stopping bad_words_ids encoder_no_repeat_ngram_size "
     "num_return_sequences return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
@@ -34,8 +34,10 @@ MEANINGLESS = frozenset(
     "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout n_ctx "
     "unsloth_version unsloth_fixed".split()
 )
+# Far beyond any model; tables of more are not made, whatever a config.json says.
+_MOST_HEADS = 1 << 16
 # What no architecture here has; false or null says so.
-_ABSENT = ("is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "pruned_heads",
+ABSENT = ("is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "pruned_heads",
            "quantization_config", "tie_encoder_decoder")  # fmt: skip
 
 
@@ -72,22 +74,29 @@ class Architecture:
     base: str = "model."
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
+    @property
+    def settings(self) -> tuple[Field, ...]:
+        """Its own, and those of every architecture."""
+        return (*self.fields, VOCABULARY, own_code(self.class_name))
+
     def read(self, json: Json, given: Mapping[str, Any] | None = None) -> HFModel:
         """given: our fields that flags give; they count. Raises InterchangeError with every problem."""
         given, flags, problems = dict(given or {}), dict(self.always), []
-        for field in self.fields:
+        for field in self.settings:
             try:
                 flags |= field.read(json, given)
             except SettingError as error:
                 problems.append(str(error))
-        known = {key for field in self.fields for key in field.theirs} | MEANINGLESS
+        known = {key for field in self.settings for key in field.keys} | MEANINGLESS
         for key in sorted(json.keys() - known):
-            if key not in _ABSENT:
+            if key not in ABSENT:
                 problems.append(
                     f"{key}: not known for model_type {self.model_type!r}, so what it changes is not known"
                 )
             elif json[key] not in (None, False, {}, []):
                 problems.append(f"{key}: models with it cannot be expressed")
+        if not problems and flags["num_layers"] * flags["num_attention_heads"] > _MOST_HEADS:
+            problems.append(f"more than {_MOST_HEADS} heads of attention in all layers")
         if problems:
             raise InterchangeError("config.json: " + "; ".join(problems))
         return HFModel(self, flags | given, json["vocab_size"])
@@ -95,9 +104,10 @@ class Architecture:
     def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
         """config.json of a model of ours. Raises InterchangeError where this architecture cannot say it."""
         json: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_type}
+        json["vocab_size"] = vocab_size
         try:
-            for field in self.fields:
-                json |= field.write(config, vocab_size)
+            for field in self.settings:
+                json |= field.write(config)
         except SettingError as error:
             raise InterchangeError(f"--model-type {self.model_type}: {error}") from None
         there = self.read(json).config(seq_length=config.seq_length)
@@ -114,19 +124,18 @@ class Architecture:
 
     def catalogue(self, config: TransformerConfig, vocab_size: int, padded_vocab_size: int) -> Catalogue:
         """All moves of a model. vocab_size: rows of theirs; padded_vocab_size: of ours."""
-        hidden, ours = config.hidden_size, ["embedding.word_embeddings.weight"]
-        theirs = [self.word]
+        names = {"embedding.word_embeddings.weight": self.word}
         if config.untie_embeddings_and_output_weights:
-            ours, theirs = [*ours, "output_layer.weight"], [*theirs, self.head]
-        more = padded_vocab_size - vocab_size
+            names["output_layer.weight"] = self.head
+        hidden, more = config.hidden_size, padded_vocab_size - vocab_size
         assert more >= 0, f"{vocab_size} rows do not fit into {padded_vocab_size}"
         moves = [
             move
-            for mine, yours in zip(ours, theirs, strict=True)
-            for move in stacked(mine, [all_rows(yours, vocab_size)], (hidden,), padding=more)
+            for ours, theirs in names.items()
+            for move in stacked(ours, [all_rows(theirs, vocab_size)], (hidden,), padding=more)
         ]
         added = Rectangle((vocab_size, 0), (more, hidden))
-        padding = tuple(Part(name, (padded_vocab_size, hidden), added) for name in ours) if more else ()
+        padding = tuple(Part(ours, (padded_vocab_size, hidden), added) for ours in names) if more else ()
         return Catalogue((*moves, *self.tensors(config)), padding)
 
     def is_ignored(self, name: str) -> bool:

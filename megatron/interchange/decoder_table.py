@@ -5,59 +5,61 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.fields import Inner, KeyValueHeads, Number, Only, Size, Vocabulary
-from megatron.interchange.moves import Move, all_rows, grouped_qkv, stacked, whole
-from megatron.interchange.positions import Rope
+from megatron.interchange.fields import KEY_VALUE_HEADS, integer, number, only
+from megatron.interchange.moves import Move, all_rows, grouped_qkv, rows_of_one, stacked, whole
+from megatron.interchange.positions import ROPE
 
-SILU = Only("hidden_act", ("silu",), "this architecture's MLP is gated by SiLU here (--swiglu)")
+SILU = only("hidden_act", ("silu",), "this architecture's MLP is gated by SiLU here (`--swiglu`)")
 SIZES = (
-    Size("num_hidden_layers", "num_layers"),
-    Size("hidden_size", "hidden_size"),
-    Size("num_attention_heads", "num_attention_heads"),
-    Size("max_position_embeddings", "max_position_embeddings"),
-    Inner("intermediate_size"),
-    KeyValueHeads(),
-    Vocabulary(),
-    Number("initializer_range", "init_method_std", 0.02),
-    Number("attention_dropout", "attention_dropout", 0.0),
-    Rope(),
+    integer("num_hidden_layers", "num_layers"),
+    integer("hidden_size", "hidden_size"),
+    integer("intermediate_size", "ffn_hidden_size"),
+    integer("num_attention_heads", "num_attention_heads"),
+    KEY_VALUE_HEADS,
+    integer("max_position_embeddings", "max_position_embeddings"),
+    ROPE,
+    number("initializer_range", "init_method_std", 0.02),
+    number("attention_dropout", "attention_dropout", 0.0),
 )
+# Without dropout on residual branches: written models get none, whatever they trained with.
 ALWAYS = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
     "swiglu": True,
     "add_bias_linear": False,
+    "hidden_dropout": 0.0,
 }
 
 
-def decoder(config: TransformerConfig) -> Iterator[Move]:
-    """`model.layers.N.*` and `model.norm`, with what the configuration has of biases and norms of heads."""
-    hidden, head = config.hidden_size, config.kv_channels
+def decoder(config: TransformerConfig, *, fused: bool = False) -> Iterator[Move]:
+    """`model.layers.N.*` and `model.norm`, with what the configuration has of biases and norms of heads. fused: queries,
+    keys and values in one matrix of theirs, gate and up in another."""
+    hidden, head, ffn = config.hidden_size, config.kv_channels, config.ffn_hidden_size
     queries, groups = config.num_attention_heads * head, config.num_query_groups * head
     yield from whole("decoder.final_layernorm.weight", "model.norm.weight", hidden)
     for layer in range(config.num_layers):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        yield from whole(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", hidden)
-        after = f"{theirs}post_attention_layernorm.weight"
-        yield from whole(f"{ours}pre_mlp_layernorm.weight", after, hidden)
-        for kind, columns, there in (
-            ("weight", (hidden,), True),
-            ("bias", (), config.add_qkv_bias),
-        ):
-            rows = [
-                all_rows(f"{theirs}self_attn.{name}_proj.{kind}", count)
-                for name, count in (("q", queries), ("k", groups), ("v", groups))
-            ]
-            if there:
-                yield from grouped_qkv(config, f"{ours}self_attention.linear_qkv.{kind}", rows, columns)
+        for mine, yours in (("input", "input"), ("pre_mlp", "post_attention")):
+            yield from whole(f"{ours}{mine}_layernorm.weight", f"{theirs}{yours}_layernorm.weight", hidden)
+        for kind, columns in (("weight", (hidden,)), ("bias", ())):
+            if kind == "bias" and not config.add_qkv_bias:
+                continue
+            rows = rows_of_one(f"{theirs}self_attn.qkv_proj.{kind}", (queries, groups, groups))
+            if not fused:
+                rows = [
+                    all_rows(f"{theirs}self_attn.{name}_proj.{kind}", part.rows)
+                    for name, part in zip("qkv", rows)
+                ]
+            yield from grouped_qkv(config, f"{ours}self_attention.linear_qkv.{kind}", rows, columns)
         output = f"{ours}self_attention.linear_proj."
         yield from whole(f"{output}weight", f"{theirs}self_attn.o_proj.weight", hidden, queries)
         if config.attention_output_bias:
             yield from whole(f"{output}bias", f"{theirs}self_attn.o_proj.bias", hidden)
-        for name in ("q", "k") if config.qk_layernorm else ():
-            ours_norm = f"{ours}self_attention.{name}_layernorm.weight"
-            yield from whole(ours_norm, f"{theirs}self_attn.{name}_norm.weight", head)
-        ffn = config.ffn_hidden_size
+        for name in "qk" if config.qk_layernorm else "":
+            norm = f"{ours}self_attention.{name}_layernorm.weight"
+            yield from whole(norm, f"{theirs}self_attn.{name}_norm.weight", head)
         gate_up = [all_rows(f"{theirs}mlp.{name}_proj.weight", ffn) for name in ("gate", "up")]
+        if fused:
+            gate_up = [all_rows(f"{theirs}mlp.gate_up_proj.weight", 2 * ffn)]
         yield from stacked(f"{ours}mlp.linear_fc1.weight", gate_up, (hidden,))
         yield from whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", hidden, ffn)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.files import CheckpointError
 
 MAX_BYTES = 1 << 30  # of one pickle: the description of the largest models is a tenth of it
-MAX_DEPTH = 64
+MAX_DEPTH, MAX_VALUES = 64, 1 << 17
+_PAGE_BYTES = 4096  # of stack: for eight nested tuples
 
 
 class _Ordered(dict[Any, Any]):
@@ -106,23 +109,39 @@ def read_pickle(data: bytes, path: Path, storage: Callable[[Any], Any] = _no_sto
     if len(data) > MAX_BYTES:
         raise CheckpointError(f"{path}: a pickle of {len(data)} bytes; at most {MAX_BYTES} are read")
     try:
-        return _Unpickler(io.BytesIO(data), storage).load()
+        return _with_stack_for(data, _Unpickler(io.BytesIO(data), storage).load)
     except CheckpointError:
         raise
     except Exception as error:  # a broken pickle raises anything
         raise CheckpointError(f"{path}: not a pickle that is read here: {str(error)[:300]}") from None
 
 
-def plain(value: Any, depth: int = 0) -> Any:
-    """Settings as JSON values: what is no number, text, list or dict of such is None. Raises ValueError."""
-    if depth > MAX_DEPTH:
-        raise ValueError("nested too deeply")
+def _with_stack_for(data: bytes, load: Callable[[], Any]) -> Any:
+    """Hashing a dict's key goes down as deep as its tuples are nested, and no further than the stack: a pickle may have
+    as many in one another as it has opcodes that make one, so the thread that loads it has a stack for them all."""
+    num_tuples = sum(data.count(opcode) for opcode in (b"\x85", b"\x86", b"\x87", b"t"))
+    before = threading.stack_size((num_tuples // 8 + 256) * _PAGE_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(load).result()
+    finally:
+        threading.stack_size(before)
+
+
+def plain(value: Any, depth: int = 0, left: list[int] | None = None) -> Any:
+    """Settings as JSON values: what is no number, text, list or dict of such is None. left: how many more values are
+    taken, for a list may hold another many times. Raises CheckpointError."""
+    left = [MAX_VALUES] if left is None else left
+    left[0] -= 1
+    if depth > MAX_DEPTH or left[0] < 0:
+        raise CheckpointError(f"settings nested deeper than {MAX_DEPTH}, or of more than {MAX_VALUES} values")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [plain(one, depth + 1) for one in value]
+        return [plain(item, depth + 1, left) for item in value]
     if isinstance(value, dict):
-        return {str(key): plain(one, depth + 1) for key, one in value.items() if isinstance(key, str | int)}
+        pairs = ((key, item) for key, item in value.items() if isinstance(key, str | int))
+        return {str(key): plain(item, depth + 1, left) for key, item in pairs}
     if isinstance(value, type) and issubclass(value, Inert):
         return value.path
     return None

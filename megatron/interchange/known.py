@@ -35,11 +35,11 @@ def read_config(json: Mapping[str, Any], given: Mapping[str, Any] | None = None)
 
 def expressing(config: TransformerConfig, vocab_size: int) -> Architecture:
     """The architecture that a model of ours is exported as. Raises InterchangeError where none can express it."""
-    told = []
-    for one in ARCHITECTURES.values():
+    reasons = []
+    for candidate in ARCHITECTURES.values():
         try:
-            one.write(config, vocab_size)
-            return one
+            candidate.write(config, vocab_size)
+            return candidate
         except InterchangeError as error:
-            told.append(str(error))
-    raise InterchangeError("; ".join(told))
+            reasons.append(str(error))
+    raise InterchangeError("; ".join(reasons))

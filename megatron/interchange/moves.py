@@ -7,7 +7,8 @@ fills every tensor of either side exactly once, so both directions are the same 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.core.rectangles import Dims, Rectangle, fill_error
@@ -46,6 +47,12 @@ class Rows(NamedTuple):
 
 def all_rows(name: str, total: int) -> Rows:
     return Rows(name, total, 0, total)
+
+
+def rows_of_one(name: str, counts: Sequence[int]) -> list[Rows]:
+    """So many rows each of one tensor of theirs, one behind the other."""
+    firsts = itertools.accumulate(counts, initial=0)
+    return [Rows(name, sum(counts), first, count) for first, count in zip(firsts, counts, strict=False)]
 
 
 def whole(ours: str, theirs: str, *shape: int) -> Iterator[Move]:
@@ -126,43 +133,44 @@ class Catalogue:
 
         ours, theirs: the shapes of the tensors of two checkpoints; those of the table if not given.
         """
-        told = _differing("ours", self.ours, self.ours if ours is None else ours)
-        told += _differing("theirs", self.theirs, self.theirs if theirs is None else theirs)
-        told += [
-            f"{move.ours.name} {move.ours.box} is not as large as {move.theirs.name} {move.theirs.box}"
-            for move in self.moves
-            if move.ours.box.shape != _turn(move.theirs.box.shape, move.transposed)
+        problems = _differing("ours", self.ours, self.ours if ours is None else ours)
+        problems += _differing("theirs", self.theirs, self.theirs if theirs is None else theirs)
+        for move in self.moves:
+            shape = move.theirs.box.shape
+            if move.ours.box.shape != (shape[::-1] if move.transposed else shape):
+                both = f"{move.ours.name} {move.ours.box} and {move.theirs.name} {move.theirs.box}"
+                problems.append(f"{both} are not as large as each other")
+        problems += _unfilled("ours", [*(move.ours for move in self.moves), *self.padding])
+        return problems + _unfilled("theirs", [move.theirs for move in self.moves])
+
+
+def _differing(side: str, expected: Mapping[str, Dims], there: Mapping[str, Dims]) -> list[str]:
+    missing = [f"{side} {name}: missing" for name in sorted(expected.keys() - there.keys())]
+    placeless = [
+        f"{side} {name}: has no place in the other format" for name in sorted(there.keys() - expected.keys())
+    ]
+    return (
+        missing
+        + placeless
+        + [
+            f"{side} {name}: shape {there[name]}, expected {expected[name]}"
+            for name in sorted(expected.keys() & there.keys())
+            if tuple(there[name]) != expected[name]
         ]
-        told += _unfilled("ours", [move.ours for move in self.moves] + list(self.padding))
-        return told + _unfilled("theirs", [move.theirs for move in self.moves])
+    )
 
 
-def _differing(side: str, stated: Mapping[str, Dims], found: Mapping[str, Dims]) -> list[str]:
-    told = [f"{side} {name}: missing" for name in sorted(stated.keys() - found.keys())]
-    told += [
-        f"{side} {name}: has no place in the other format" for name in sorted(found.keys() - stated.keys())
-    ]
-    return told + [
-        f"{side} {name}: shape {found[name]}, expected {stated[name]}"
-        for name in sorted(stated.keys() & found.keys())
-        if tuple(found[name]) != stated[name]
-    ]
-
-
-def _turn(shape: Dims, transposed: bool) -> Dims:
-    return shape[::-1] if transposed else shape
-
-
-def _unfilled(side: str, parts: Iterable[Part]) -> list[str]:
-    shapes: dict[str, set[Dims]] = {}
+def _unfilled(side: str, parts: Sequence[Part]) -> list[str]:
     boxes: dict[str, list[Rectangle]] = {}
     for part in parts:
-        shapes.setdefault(part.name, set()).add(part.shape)
         boxes.setdefault(part.name, []).append(part.box)
-    told = []
-    for name, stated in shapes.items():
-        if len(stated) > 1:
-            told.append(f"{side} {name}: two shapes, {sorted(stated)}")
-        elif (problem := fill_error(next(iter(stated)), boxes[name])) is not None:
-            told.append(f"{side} {name}: {problem}")
-    return told
+    shapes = {part.name: part.shape for part in parts}
+    problems = [
+        f"{side} {part.name}: shapes {part.shape} and {shapes[part.name]}"
+        for part in parts
+        if part.shape != shapes[part.name]
+    ]
+    for name, shape in shapes.items() if not problems else ():
+        if (problem := fill_error(shape, boxes[name])) is not None:
+            problems.append(f"{side} {name}: {problem}")
+    return problems

@@ -2,139 +2,135 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.fields import Json, SettingError, integer, number, shown, truth
+from megatron.interchange.fields import Field, Json, SettingError, integer_of, number_of, shown, truth_of
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
+def window(enabled_by: str | None = None) -> Field:
     """Positions that attend beyond a window are refused; `--max-position-embeddings` may end before it. enabled_by: a
     field without which the window does not count."""
 
-    enabled_by: str | None = None
-    theirs = ("sliding_window",)
-
-    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
-        off = self.enabled_by is not None and not truth(json, self.enabled_by, False)
+    def read(json: Json, given: Json) -> dict[str, Any]:
+        off = enabled_by is not None and not truth_of(json, enabled_by, False)
         if off or json.get("sliding_window") is None:
             return {}
-        window = integer(json, "sliding_window")
-        positions = given.get("max_position_embeddings") or integer(json, "max_position_embeddings")
-        if positions > window:
+        width = integer_of(json, "sliding_window")
+        positions = given.get("max_position_embeddings") or integer_of(json, "max_position_embeddings")
+        if positions > width:
             raise SettingError(
-                f"sliding_window {window} of {positions} positions: windows are planned, see docs/roadmap.md, "
-                f"'attention windows'; within the window the model is the same: --max-position-embeddings {window}"
+                f"sliding_window {width} of {positions} positions: windows are planned, see docs/roadmap.md, "
+                f"'attention windows'; within the window the model is the same: --max-position-embeddings {width}"
             )
         return {}
 
-    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
-        return {"sliding_window": None}
+    means = "null, or at least as many positions as `--max-position-embeddings`"
+    means += f"; without effect where `{enabled_by}` is false" if enabled_by else ""
+    return Field(("sliding_window",), means, read, lambda config: {"sliding_window": None})
 
 
-@dataclasses.dataclass(frozen=True)
-class FullAttention:
-    """`layer_types` and `max_window_layers`: which layers have a window, where windows count at all."""
-
-    theirs = ("use_sliding_window", "max_window_layers", "layer_types")
-
-    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
-        kinds = set(json.get("layer_types") or ()) - {"full_attention"}
-        if kinds and not truth(json, "use_sliding_window", False):
-            raise SettingError(
-                f"layer_types: {', '.join(sorted(map(str, kinds)))}: only full_attention is built"
-            )
-        return {}
-
-    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
-        return {"use_sliding_window": False}
+def _read_layer_types(json: Json, given: Json) -> dict[str, Any]:
+    kinds = set(json.get("layer_types") or ()) - {"full_attention"}
+    if kinds and not truth_of(json, "use_sliding_window", False):
+        raise SettingError(f"layer_types: {', '.join(sorted(map(str, kinds)))}: only full_attention is built")
+    return {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Original:
-    """`original_max_position_embeddings` of Phi-3: positions beyond it need long rope factors."""
-
-    theirs = ("original_max_position_embeddings",)
-
-    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
-        positions = integer(json, "max_position_embeddings")
-        original = integer(json, "original_max_position_embeddings", positions)
-        if original != positions:
-            raise SettingError(
-                f"original_max_position_embeddings {original} of {positions}: long rope is not built"
-            )
-        return {}
-
-    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
-        return {"original_max_position_embeddings": config.max_position_embeddings}
+FULL_ATTENTION = Field(
+    ("use_sliding_window", "max_window_layers", "layer_types"),
+    "`full_attention` in every layer, or a window as above",
+    _read_layer_types,
+    lambda config: {"use_sliding_window": False},
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """The rotation, in `rope_parameters` (transformers from 5 on) and in `rope_theta`, `rope_scaling` (before)."""
+def _read_original(json: Json, given: Json) -> dict[str, Any]:
+    positions = integer_of(json, "max_position_embeddings")
+    original = integer_of(json, "original_max_position_embeddings", positions)
+    if original != positions:
+        raise SettingError(
+            f"original_max_position_embeddings {original} of {positions}: long rope is not built"
+        )
+    return {}
 
-    theirs = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
-    def read(self, json: Json, given: Mapping[str, Any]) -> dict[str, Any]:
-        stated = self._stated(json)
-        kind = stated.get("rope_type", stated.get("type", "default"))
-        ours = {
-            "rotary_base": integer(stated, "rope_theta", 10000),
-            "rotary_percent": number(stated, "partial_rotary_factor", 1.0),
-            "use_rope_scaling": kind == "llama3",
-        }
-        if kind == "linear":
-            ours["rotary_seq_len_interpolation_factor"] = integer(stated, "factor")
-        elif kind == "llama3":
-            ours["rope_scaling_factor"] = number(stated, "factor")
-            for key, value in _LLAMA3.items():
-                if number(stated, key) != value:
-                    raise SettingError(
-                        f"{key} {shown(stated.get(key))}: --use-rope-scaling has {value}, and no flag"
-                    )
-        elif kind != "default":
-            raise SettingError(f"rope_type {shown(kind)}: this model has default, linear and llama3")
-        return ours
+# Of Phi-3: positions beyond it need factors of long rope.
+ORIGINAL_POSITIONS = Field(
+    ("original_max_position_embeddings",),
+    "that of `max_position_embeddings` alone: long rope is not built",
+    _read_original,
+    lambda config: {"original_max_position_embeddings": config.max_position_embeddings},
+)
 
-    def _stated(self, json: Json) -> dict[str, Any]:
-        """Both spellings together; they must not differ."""
-        older = {key: json[key] for key in ("rope_theta", "partial_rotary_factor") if key in json}
-        both = (older | self._table(json, "rope_scaling"), self._table(json, "rope_parameters"))
-        for key in both[0].keys() & both[1].keys():
-            if both[0][key] != both[1][key]:
+
+def _read_rope(json: Json, given: Json) -> dict[str, Any]:
+    stated = _both_spellings(json)
+    kind = stated.get("rope_type", stated.get("type", "default"))
+    ours = {
+        "rotary_base": integer_of(stated, "rope_theta", 10000),
+        "rotary_percent": number_of(stated, "partial_rotary_factor", 1.0),
+        "use_rope_scaling": kind == "llama3",
+    }
+    if kind == "linear":
+        ours["rotary_seq_len_interpolation_factor"] = integer_of(stated, "factor")
+    elif kind == "llama3":
+        ours["rope_scaling_factor"] = number_of(stated, "factor")
+        for key, value in _LLAMA3.items():
+            if number_of(stated, key) != value:
                 raise SettingError(
-                    f"{key}: {both[1][key]!r} in rope_parameters, {both[0][key]!r} in the older field"
+                    f"{key} {shown(stated.get(key))}: --use-rope-scaling has {value}, and no flag"
                 )
-        return both[0] | both[1]
+    elif kind != "default":
+        raise SettingError(f"rope_type {shown(kind)}: this model has default, linear and llama3")
+    return ours
 
-    def _table(self, json: Json, key: str) -> dict[str, Any]:
+
+def _both_spellings(json: Json) -> dict[str, Any]:
+    """They must not differ."""
+    tables = []
+    for key in ("rope_scaling", "rope_parameters"):
         table = json.get(key) or {}
         if not isinstance(table, Mapping):
             raise SettingError(f"{key}: expected an object, found {shown(table)}")
-        return dict(table)
+        tables.append(dict(table))
+    older = {key: json[key] for key in ("rope_theta", "partial_rotary_factor") if key in json} | tables[0]
+    for key in older.keys() & tables[1].keys():
+        if older[key] != tables[1][key]:
+            raise SettingError(
+                f"{key}: {tables[1][key]!r} in rope_parameters, {older[key]!r} in the older field"
+            )
+    return older | tables[1]
 
-    def write(self, config: TransformerConfig, vocab_size: int) -> dict[str, Any]:
-        if config.position_embedding_type != "rope" or config.rotary_interleaved:
-            raise SettingError(
-                "rope_parameters: needs --position-embedding-type rope without --rotary-interleaved"
-            )
-        theta, interpolation = float(config.rotary_base), config.rotary_seq_len_interpolation_factor
-        scaling: dict[str, Any] | None = None
-        if config.use_rope_scaling and interpolation is not None:
-            raise SettingError(
-                "rope_parameters: one of --use-rope-scaling and --rotary-seq-len-interpolation-factor"
-            )
-        if config.use_rope_scaling:
-            scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **_LLAMA3}
-        elif interpolation is not None:
-            scaling = {"rope_type": "linear", "factor": float(interpolation)}
-        today = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
-        older: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-        if config.rotary_percent != 1.0:
-            today["partial_rotary_factor"] = older["partial_rotary_factor"] = config.rotary_percent
-        return {"rope_parameters": today, **older}
+
+def _write_rope(config: TransformerConfig) -> dict[str, Any]:
+    if config.position_embedding_type != "rope" or config.rotary_interleaved:
+        raise SettingError(
+            "rope_parameters: needs --position-embedding-type rope without --rotary-interleaved"
+        )
+    theta, interpolation = float(config.rotary_base), config.rotary_seq_len_interpolation_factor
+    scaling: dict[str, Any] | None = None
+    if config.use_rope_scaling and interpolation is not None:
+        raise SettingError(
+            "rope_parameters: one of --use-rope-scaling and --rotary-seq-len-interpolation-factor"
+        )
+    if config.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **_LLAMA3}
+    elif interpolation is not None:
+        scaling = {"rope_type": "linear", "factor": float(interpolation)}
+    partial = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
+    today = {"rope_type": "default", **(scaling or {}), "rope_theta": theta, **partial}
+    return {"rope_parameters": today, "rope_theta": theta, "rope_scaling": scaling, **partial}
+
+
+# In `rope_parameters` (transformers from 5 on) and in `rope_theta`, `rope_scaling` (before).
+ROPE = Field(
+    ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
+    "`--rotary-base`, `--rotary-percent`; type linear: `--rotary-seq-len-interpolation-factor`; type llama3: "
+    "`--use-rope-scaling --rope-scaling-factor` with factors 1 and 4 of 8192 positions; both spellings are written",
+    _read_rope,
+    _write_rope,
+)

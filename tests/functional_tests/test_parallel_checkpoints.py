@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.runs import common_state, copy_checkpoint
-from tools import inspect_checkpoint
+from tools import checkpoint
 
 LAYOUTS = {
     "one": (1, ""),
@@ -112,5 +112,5 @@ def test_every_tensor_is_saved_once_under_its_global_name(trained, capsys):
     shapes = [{name: tensor["shape"] for name, tensor in m["tensors"].items()} for m in manifests]
     assert shapes[0] == shapes[1]
     assert any(len(tensor["chunks"]) == 2 for tensor in manifests[0]["tensors"].values())
-    assert inspect_checkpoint.main([str(folders[0]), "--verify"]) == 0
+    assert checkpoint.main(["inspect", str(folders[0]), "--verify"]) == 0
     assert "6" in capsys.readouterr().out

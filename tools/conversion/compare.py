@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.catalog import choose
-from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.foreign import recognise
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Rectangle
 from megatron.core.words import plain
 from megatron.interchange.hf_folder import CONFIG, HFSource, open_folder
+from tools.conversion import contents, megatron
 from tools.conversion.source_reader import SourceReader
 
 PREFIX = "model."
@@ -29,29 +29,28 @@ class Difference:
     largest: float | None = None
 
 
-def open_source(path: Path, ckpt_step: int | None = None) -> TensorSource:
-    """A checkpoint of ours, or a Hugging Face folder. Raises CheckpointError."""
+def open_source(path: Path) -> TensorSource:
+    """The newest checkpoint of ours or of Megatron-LM's in a folder, or a Hugging Face folder. Raises CheckpointError."""
     if (path / CONFIG).is_file():
         opened = open_folder(path)
         return HFSource(opened, opened.model.vocab_size)
-    choice = choose(path, ckpt_step)
-    if choice.found is None:
-        raise CheckpointError("; ".join(choice.notes))
-    return choice.found
+    if path.is_dir() and (recognise(path) or "").startswith("a Megatron checkpoint"):
+        return megatron.open_checkpoint(path)
+    return contents.newest(path)
 
 
-def differences(one: TensorSource, other: TensorSource) -> list[Difference]:
+def differences(first: TensorSource, second: TensorSource) -> list[Difference]:
     """Of the model's tensors, in the order of names; [] where every bit is the same. Rows of a padded vocabulary that
-    only one has are compared with zero; values of different dtypes are compared as fp64."""
-    names = [{name for name in source.tensors if name.startswith(PREFIX)} for source in (one, other)]
-    told = [Difference(name, "only in the first") for name in sorted(names[0] - names[1])]
-    told += [Difference(name, "only in the second") for name in sorted(names[1] - names[0])]
-    with SourceReader(one) as first, SourceReader(other) as second:
+    only one of them has are compared with zero; values of different dtypes are compared as fp64."""
+    names = [{name for name in source.tensors if name.startswith(PREFIX)} for source in (first, second)]
+    differing = [Difference(name, "only in the first") for name in sorted(names[0] - names[1])]
+    differing += [Difference(name, "only in the second") for name in sorted(names[1] - names[0])]
+    with SourceReader(first) as reader, SourceReader(second) as other:
         for name in sorted(names[0] & names[1]):
-            found = _difference(name, first, second)
-            if found is not None:
-                told.append(found)
-    return told
+            difference = _difference(name, reader, other)
+            if difference is not None:
+                differing.append(difference)
+    return differing
 
 
 def _difference(name: str, first: SourceReader, second: SourceReader) -> Difference | None:
@@ -68,7 +67,7 @@ def _difference(name: str, first: SourceReader, second: SourceReader) -> Differe
         count = max(rows) - min(rows)
         rest = Rectangle((min(rows), *(0 for _ in shapes[0][1:])), (count, *shapes[0][1:]))
         if longer.read(name, rest).count_nonzero():
-            return Difference(name, f"{count} more rows in one, which are not zero")
+            return Difference(name, f"{count} more rows in one of them, which are not zero")
     a, b = first.read(name, box), second.read(name, box)
     if dtypes[0] == dtypes[1]:
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

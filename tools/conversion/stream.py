@@ -10,7 +10,6 @@ import errno
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.files import (
+    BLOCK_BYTES,
     DIRECTORY_MODE,
     CheckpointError,
     open_regular,
@@ -30,8 +30,7 @@ from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, Stor
 from megatron.core.dist_checkpointing.storage import memory_of
 from megatron.core.safe_files import sync_directory
 from megatron.core.words import size_text
-
-Say = Callable[[str], None]
+from tools.conversion.progress import Say, WriteProgress
 
 
 class PlannedFile(NamedTuple):
@@ -56,12 +55,12 @@ def in_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[Store
     """Tensors in their order, in files of at most `max_bytes` of data unless one tensor is larger. Never empty."""
     files: list[list[StoredTensor]] = [[]]
     held = 0
-    for one in tensors:
-        size = math.prod(one.shape) * ITEM_BYTES[one.dtype]
+    for tensor in tensors:
+        size = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
         if files[-1] and held + size > max_bytes:
             files.append([])
             held = 0
-        files[-1].append(one)
+        files[-1].append(tensor)
         held += size
     return files
 
@@ -71,26 +70,41 @@ def write_files(
 ) -> dict[str, FileEntry]:
     """Write what is not there yet. value: a tensor of the stated dtype and shape, made when it is its turn.
 
-    Raises CheckpointError, before anything is written where there is no space for it.
+    Raises CheckpointError, before anything is made where there is no space for it.
     """
+    finished = {file.name for file in files if _is_finished(directory / file.name, file)}
+    missing = [file for file in files if file.name not in finished]
+    _check_space(directory, missing)
     directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    missing = [file for file in files if not _is_finished(directory / file.name, file)]
-    needed, free = sum(file.num_bytes for file in missing), shutil.disk_usage(directory).free
-    if needed > free:
-        raise CheckpointError(f"{directory}: no space: {size_text(needed)} needed, {size_text(free)} free")
-    if len(missing) < len(files):
-        say(f"{len(files) - len(missing)} of {len(files)} files are finished, by an earlier call")
+    if finished:
+        say(f"{len(finished)} of {len(files)} files are finished, by an earlier call")
+    progress = WriteProgress(sum(file.num_bytes for file in missing), len(files), say)
     entries = {}
     for number, file in enumerate(files, 1):
-        path, started = directory / file.name, time.monotonic()
-        if file in missing:
-            entries[file.name] = _write(path, file, value)
-            rate = size_text(file.num_bytes / max(time.monotonic() - started, 1e-9))
-            say(f"{file.name} ({number} of {len(files)}): {size_text(file.num_bytes)}, {rate}/s")
-        else:
+        path = directory / file.name
+        if file.name in finished:
             with open_regular(path) as fd:
                 entries[file.name] = FileEntry(file.num_bytes, sha256_of(fd, path, file.num_bytes))
+        else:
+            progress.begin_file(file.name, number)
+            entries[file.name] = _write(path, file, value, progress)
+    progress.end()
     return entries
+
+
+def _check_space(directory: Path, missing: Sequence[PlannedFile]) -> None:
+    """What a killed call has left half written is given back first."""
+    there = directory
+    while not there.exists():
+        there = there.parent
+    for file in missing:
+        _part(directory / file.name).unlink(missing_ok=True)
+    needed, free = sum(file.num_bytes for file in missing), shutil.disk_usage(there).free
+    if needed > free:
+        raise CheckpointError(
+            f"{directory}: no space: {size_text(needed)} needed, {size_text(free)} free on that file system; "
+            "make space, and call again"
+        )
 
 
 def _is_finished(path: Path, file: PlannedFile) -> bool:
@@ -101,24 +115,30 @@ def _is_finished(path: Path, file: PlannedFile) -> bool:
         return whole and bytes(read_exactly(fd, path, 0, len(file.header))) == file.header
 
 
-def _write(path: Path, file: PlannedFile, value: Callable[[StoredTensor], Tensor]) -> FileEntry:
-    part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
 
+
+def _write(
+    path: Path, file: PlannedFile, value: Callable[[StoredTensor], Tensor], progress: WriteProgress
+) -> FileEntry:
     def parts() -> Iterator[bytes | memoryview]:
         yield file.header
-        for one in file.tensors:
-            tensor = value(one)
-            assert tuple(tensor.shape) == one.shape, f"{one.key}: {tuple(tensor.shape)}, planned {one.shape}"
-            yield memory_of(tensor.contiguous().reshape(-1)) if tensor.numel() else b""
+        for planned in file.tensors:
+            tensor = value(planned)
+            assert tuple(tensor.shape) == planned.shape, f"{planned}: made {tuple(tensor.shape)}"
+            memory = memory_of(tensor.contiguous().reshape(-1)) if tensor.numel() else memoryview(b"")
+            for begin in range(0, len(memory), BLOCK_BYTES):
+                yield memory[begin : begin + BLOCK_BYTES]
+                progress.add(len(memory[begin : begin + BLOCK_BYTES]))
 
     try:
-        num_bytes, digest = write_file(part, parts())
+        num_bytes, digest = write_file(_part(path), parts())
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         more = f"; {size_text(shutil.disk_usage(path.parent).free)} are free" if full else ""
         raise CheckpointError(f"{path}: {error.strerror}{more}") from error
     assert num_bytes == file.num_bytes, f"{path}: {num_bytes} bytes, planned {file.num_bytes}"
-    os.rename(part, path)
+    os.rename(_part(path), path)
     sync_directory(path.parent)
     return FileEntry(num_bytes, digest)

@@ -2,7 +2,7 @@
 
 from megatron.interchange.architecture import Architecture
 from megatron.interchange.decoder_table import SIZES, decoder
-from megatron.interchange.fields import AttentionBias, HeadDim, NoDropout, Number, Only, Tied
+from megatron.interchange.fields import ATTENTION_BIAS, head_dim, number, only, tied
 
 _WHY = "Gemma's MLP is gated by the tanh approximation of GELU (--geglu-tanh)"
 
@@ -15,19 +15,19 @@ ARCHITECTURE = Architecture(
         "apply_layernorm_1p": True,
         "geglu_tanh": True,
         "add_bias_linear": False,
+        "hidden_dropout": 0.0,
         "embedding_multiplier": "sqrt_hidden",
     },
     (
         *SIZES,
         # Older files say "gelu" in the first field, and mean tanh unless the second says otherwise.
-        Only("hidden_act", ("gelu_pytorch_tanh", "gelu"), _WHY),
-        Only("hidden_activation", ("gelu_pytorch_tanh", None), _WHY),
-        Only("use_bidirectional_attention", (None, False), "attention is causal here", written=False),
-        Number("rms_norm_eps", "norm_epsilon", 1e-6),
-        HeadDim(default=256),
-        Tied(True),
-        AttentionBias(),
-        NoDropout(),
+        only("hidden_act", ("gelu_pytorch_tanh", "gelu"), _WHY),
+        only("hidden_activation", ("gelu_pytorch_tanh", None), _WHY),
+        only("use_bidirectional_attention", (None, False), "attention is causal here", written=False),
+        number("rms_norm_eps", "norm_epsilon", 1e-6),
+        head_dim(256),
+        tied(True),
+        ATTENTION_BIAS,
     ),
     decoder,
 )

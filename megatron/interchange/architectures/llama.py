@@ -2,7 +2,7 @@
 
 from megatron.interchange.architecture import Architecture
 from megatron.interchange.decoder_table import ALWAYS, SILU, SIZES, decoder
-from megatron.interchange.fields import AttentionBias, HeadDim, NoDropout, Number, Only, Tied
+from megatron.interchange.fields import ATTENTION_BIAS, head_dim, number, only, tied
 
 ARCHITECTURE = Architecture(
     "llama",
@@ -11,12 +11,11 @@ ARCHITECTURE = Architecture(
     (
         *SIZES,
         SILU,
-        Number("rms_norm_eps", "norm_epsilon", 1e-6),
-        HeadDim(),
-        Tied(False),
-        AttentionBias(),
-        NoDropout(),
-        Only("mlp_bias", (False,), "biases in the MLP alone have no flag (--disable-bias-linear is for all)"),
+        number("rms_norm_eps", "norm_epsilon", 1e-6),
+        head_dim(),
+        tied(False),
+        ATTENTION_BIAS,
+        only("mlp_bias", (False,), "biases in the MLP alone have no flag (--disable-bias-linear is for all)"),
     ),
     decoder,
 )

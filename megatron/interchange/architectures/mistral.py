@@ -2,8 +2,8 @@
 
 from megatron.interchange.architecture import Architecture
 from megatron.interchange.decoder_table import ALWAYS, SILU, SIZES, decoder
-from megatron.interchange.fields import HeadDim, NoDropout, Number, Tied
-from megatron.interchange.positions import Window
+from megatron.interchange.fields import head_dim, number, tied
+from megatron.interchange.positions import window
 
 ARCHITECTURE = Architecture(
     "mistral",
@@ -12,11 +12,10 @@ ARCHITECTURE = Architecture(
     (
         *SIZES,
         SILU,
-        Number("rms_norm_eps", "norm_epsilon", 1e-6),
-        HeadDim(),
-        Tied(False),
-        NoDropout(),
-        Window(),
+        number("rms_norm_eps", "norm_epsilon", 1e-6),
+        head_dim(),
+        tied(False),
+        window(),
     ),
     decoder,
 )

@@ -2,8 +2,8 @@
 
 from megatron.interchange.architecture import Architecture
 from megatron.interchange.decoder_table import ALWAYS, SILU, SIZES, decoder
-from megatron.interchange.fields import HeadDim, NoDropout, Number, Tied
-from megatron.interchange.positions import FullAttention, Window
+from megatron.interchange.fields import head_dim, number, tied
+from megatron.interchange.positions import FULL_ATTENTION, window
 
 ARCHITECTURE = Architecture(
     "qwen2",
@@ -12,12 +12,11 @@ ARCHITECTURE = Architecture(
     (
         *SIZES,
         SILU,
-        Number("rms_norm_eps", "norm_epsilon", 1e-6),
-        HeadDim(fixed=True),
-        Tied(False),
-        NoDropout(),
-        Window(enabled_by="use_sliding_window"),
-        FullAttention(),
+        number("rms_norm_eps", "norm_epsilon", 1e-6),
+        head_dim(fixed=True),
+        tied(False),
+        window(enabled_by="use_sliding_window"),
+        FULL_ATTENTION,
     ),
     decoder,
 )

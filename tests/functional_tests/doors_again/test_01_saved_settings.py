@@ -151,7 +151,7 @@ def test_the_quickstarts_layout_resumes_under_a_limit_and_generates(tmp_path):
     launch.ok(launch.run_forked(first, ranks=4, cwd=tmp_path))
     manifest = json.loads((tmp_path / "ck" / "iter_0000002" / "manifest.json").read_text())
     assert manifest["common"]["config"]["rank_memory_limit"] == 256 << 20
-    seen = run_script("tools/inspect_checkpoint.py", "ck", "--verify", cwd=tmp_path)
+    seen = run_script("tools/checkpoint.py", "inspect", "ck", "--verify", cwd=tmp_path)
     assert seen.returncode == 0, seen.stderr
     sample = run_script(
         "tools/generate.py", "--load", "ck", "--prompt", "1 2", "--max-new-tokens", 2, cwd=tmp_path
@@ -176,12 +176,12 @@ def test_a_checkpoint_of_before_with_a_limit_goes_on_without(tmp_path):
 def test_verify_judges_as_a_load_does(tmp_path):
     """It called a checkpoint good that no run could load."""
     root = forgery.copy_of(forgery.SAVED_BEFORE, tmp_path / "ck")
-    assert run_script("tools/inspect_checkpoint.py", root, "--verify").returncode == 0
+    assert run_script("tools/checkpoint.py", "inspect", root, "--verify").returncode == 0
     for section, name in (("config", "rank_memory_limit"), ("optimizer", "num_steps")):
         root = forgery.copy_of(forgery.SAVED_BEFORE, tmp_path / "ck")
         forgery.forge(
             root / "iter_0000002", lambda fields, s=section, n=name: fields["common"][s].update({n: "much"})
         )
-        seen = run_script("tools/inspect_checkpoint.py", root, "--verify")
+        seen = run_script("tools/checkpoint.py", "inspect", root, "--verify")
         assert seen.returncode == 3
         assert f"common.{section}.{name}" in seen.stderr

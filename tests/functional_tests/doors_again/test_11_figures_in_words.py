@@ -16,7 +16,8 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.report.progress import ProgressLine
 from megatron.training.run import arguments
 from tests.harness.launch_lines import SMALL
-from tools import inspect_checkpoint, preprocess_data
+from tools import preprocess_data
+from tools.conversion import contents
 from tools.schedules.held_over_time import summary
 from tools.schedules.text import to_text
 
@@ -137,7 +138,7 @@ def test_one_file_and_one_tensor(capsys):
         "summary": dict.fromkeys("model tokenizer tokens seq_length train_iters loss validation_loss layout".split())
         | {"parameters": 1, "dtypes": ["fp32"], "losses_unknown": "none"},
     }  # fmt: skip
-    inspect_checkpoint.print_table(facts)
+    contents.print_table(facts)
     text = capsys.readouterr().out
     for said in ("1 sample\n", "  1 file\n", "  1 tensor, 4 bytes", "size         4 bytes"):
         assert said in text, text

@@ -41,11 +41,11 @@ def test_texts_of_a_checkpoints_configuration_reach_no_terminal(tmp_path):
         config[ESCAPE] = fields["common"]["data"]["prefix"] = LINE
 
     forgery.forge(root / NEWEST, forged)
-    seen = run_script("tools/inspect_checkpoint.py", root)
+    seen = run_script("tools/checkpoint.py", "inspect", root)
     assert seen.returncode == 0, seen.stderr
     assert r"\x1b]0;owned\x07" in seen.stdout
     for words in (
-        ["tools/inspect_checkpoint.py", root, "--verify"],
+        ["tools/checkpoint.py", "inspect", root, "--verify"],
         ["tools/generate.py", "--load", root, "--prompt", "1"],
     ):
         done = run_script(*words)

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.run.arguments import launch_config
 from tests.harness import forgery, launch
 from tests.harness.launch_lines import SMALL
-from tools import inspect_checkpoint
+from tools import checkpoint
 
 ITER, COMMIT = "iter_0000100", "0123456789abcdef" * 2 + "01234567"
 TRACKED = {TRACKER_NAME: "100"}
@@ -170,7 +170,7 @@ def test_the_roadmap_has_the_section_that_messages_name():
 def test_the_tools_say_the_same(name, tmp_path, capsys):
     root = make(tmp_path / "model", FOLDERS[name][0])
     message = refusal(root)
-    assert inspect_checkpoint.main([str(root)]) == 3
+    assert checkpoint.main(["inspect", str(root)]) == 3
     assert message in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
 from tests.harness import launch
 from tests.harness.tiny_models import tiny_config
-from tools import generate, inspect_checkpoint, inspect_data
+from tools import checkpoint, generate, inspect_data
 from tools.reports.run_record import layout, read_run
 
 TEXTS = [f"def number_{n}():\n    return {n}  # \x1b[31mred\x07\n" * 4 for n in range(40)]
@@ -125,7 +125,7 @@ def test_data_that_the_run_named_from_its_own_folder(here, tmp_path, monkeypatch
 
 
 def test_a_checkpoint_opens_with_what_it_is_of(here, capsys):
-    head = told_by(inspect_checkpoint, capsys, "ck").out.splitlines()[:9]
+    head = told_by(checkpoint, capsys, "inspect", "ck").out.splitlines()[:9]
     lines = launch.metrics_lines(here / "ck")
     losses = {line["iteration"]: line["lm loss"] for line in lines if "lm loss" in line}
     rows = dict(line.strip().split("  ", 1) for line in head[1:])
@@ -139,16 +139,16 @@ def test_a_checkpoint_opens_with_what_it_is_of(here, capsys):
     assert rows["layout"] == "2 ranks: PP 2, zbv"
     assert rows["layout"].removeprefix("2 ranks: ") == layout(read_run("ck/metrics.jsonl").starts[-1])
     assert rows["written by"].startswith("megatron-zero ")
-    earlier = told_by(inspect_checkpoint, capsys, "ck", "--ckpt-step", 3).out.splitlines()
+    earlier = told_by(checkpoint, capsys, "inspect", "ck", "--ckpt-step", 3).out.splitlines()
     assert earlier[5].endswith(f"{losses[3]:.4f} at iteration 3")
 
 
 def test_parameters_are_those_of_the_model(here, capsys):
-    facts = json.loads(told_by(inspect_checkpoint, capsys, "ck", "--json").out)
+    facts = json.loads(told_by(checkpoint, capsys, "inspect", "ck", "--json").out)
     sizes = [np.prod(one["shape"]) for name, one in facts["tensors"].items() if name.startswith("model.")]
     assert facts["summary"]["parameters"] == sum(sizes)
     assert facts["summary"]["tokens"] == 768
-    out = told_by(inspect_checkpoint, capsys, "ck").out
+    out = told_by(checkpoint, capsys, "inspect", "ck").out
     assert f"{sum(sizes):,} in F32" in out
     assert "model.decoder.layers.0-3.mlp.linear_fc1.weight" in out  # layers that are alike in one line
 
@@ -156,7 +156,7 @@ def test_parameters_are_those_of_the_model(here, capsys):
 def test_a_checkpoint_without_its_metrics_says_so(here, tmp_path, capsys):
     shutil.copytree("ck", tmp_path / "ck")
     (tmp_path / "ck" / "metrics.jsonl").unlink()
-    out = told_by(inspect_checkpoint, capsys, tmp_path / "ck").out
+    out = told_by(checkpoint, capsys, "inspect", tmp_path / "ck").out
     assert f"last loss    not known: {tmp_path / 'ck' / 'metrics.jsonl'}: No such file" in out
 
 

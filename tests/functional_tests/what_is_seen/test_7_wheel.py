@@ -135,14 +135,16 @@ def test_each_command_works_from_an_empty_folder(installed):
     launcher = [zero, *"launch --nproc-per-node 2 -- train --pipeline-model-parallel-size 2".split()]
     trained = installed.run(*launcher, *own)
     assert re.search(r"iteration +2/ +2 .* lm loss: ", trained)
-    assert "2 ranks: PP 2" in installed.run(zero, "checkpoint", "ck", torch=False)
+    assert "2 ranks: PP 2" in installed.run(zero, "checkpoint", "inspect", "ck", torch=False)
     assert "    | " in installed.run(zero, "data", "inspect", "--load", "ck", torch=False)
     assert "report.html" in installed.run(zero, "report", "ck")
 
 
 def test_exit_statuses_pass_through(installed):
     assert "nowhere does not exist" in installed.run("megatron-zero", "report", "nowhere", status=2)
-    assert "no checkpoint in nowhere" in installed.run("megatron-zero", "checkpoint", "nowhere", status=3)
+    assert "no checkpoint in nowhere" in installed.run(
+        "megatron-zero", "checkpoint", "inspect", "nowhere", status=3
+    )
     words = "data inspect --data-path nowhere --seq-length 8".split()
     assert "nowhere" in installed.run("megatron-zero", *words, status=4)
 

@@ -50,7 +50,7 @@ def summary(found: Found) -> dict[str, Any]:
 
 
 def summary_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Of what `inspect_checkpoint.describe` has found."""
+    """Of what `contents.describe` has read."""
     told = facts["summary"]
     ranks = counted(facts["world_size"], "rank")
     samples, length, ends = facts["consumed_train_samples"], told["seq_length"], told["train_iters"]
