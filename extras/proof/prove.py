@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Trains the cases under releases of megatron-core, by Megatron's own 1F1B and by ours, and compares bit by bit.
+
+    python extras/proof/prove.py                                # every release, two and four ranks: half an hour
+    python extras/proof/prove.py --release 0.16.1 --ranks 2
+    python extras/proof/prove.py --release 0.19.2 --case "four stages" --schedule zb-2p
+    python extras/proof/prove.py --patch                        # zb_h1.patch against the release it was made for
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import apply_patch  # noqa: E402
+import releases  # noqa: E402
+from cases import EVERY, FOUR_RANKS, TWO_RANKS, Case  # noqa: E402
+from release_process import CaseError, ReleaseProcess  # noqa: E402
+
+BASELINE = "megatron"
+PLANNED = ("zb-1p", "zb-2p", "zb-h2")  # by a plan's file; zb-h1 is made by the package
+SCHEDULES = ("zb-h1", "zb-1p", "zb-2p")
+SAME = ("losses", "norms", "evaluations", "weights")
+# The patch has one schedule and refuses overlap.
+PATCH_CASES = (
+    "gpt2 tied, DDP", "fused accumulation", "experts without overlap", "one microbatch on two stages", "four stages",
+    "tensor 2 x pipeline 2, sequence parallel", "tensor 2 x pipeline 2, llama, distributed optimizer",
+    "tensor 2 x pipeline 2, fused accumulation",
+)  # fmt: skip
+
+
+def plan_of(schedule: str, case: Case, folder: Path) -> str | None:
+    """The file of a plan for the case's pipeline as `show_schedule` writes it; None for what the package makes itself."""
+    if schedule not in PLANNED:
+        return None
+    path = folder / f"{schedule}-{case.pipeline}-{case.microbatches}.json"
+    if not path.exists():
+        words = ["--schedule", schedule, "--stages", str(case.pipeline)]
+        words += ["--microbatches", str(case.microbatches), "--format", "plan"]
+        result = subprocess.run(
+            [sys.executable, str(ROOT / "tools" / "show_schedule.py"), *words], capture_output=True, text=True, cwd=ROOT
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        path.write_text(result.stdout)
+    return str(path)
+
+
+def differences(case: Case, process: ReleaseProcess, schedules: Sequence[str], plans: Path) -> list[str]:
+    """What is not 1F1B's, bit by bit. Raises CaseError where a training does not run."""
+    asked = [(BASELINE, None), *((schedule, plan_of(schedule, case, plans)) for schedule in schedules)]
+    own, *others = process.records(case, asked)
+    return [
+        line for name, records in zip(schedules, others, strict=True) for line in compared(name, own, records)
+    ]
+
+
+def compared(name: str, own: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:
+    """Lines for each rank and each figure that is not equal."""
+    lines = []
+    for rank, (expected, found) in enumerate(zip(own, other, strict=True)):
+        assert expected["losses"] and "nan" not in expected["norms"], f"1F1B itself has no figures: {expected}"
+        for key in SAME:
+            if expected[key] != found[key]:
+                lines.append(f"{name}, rank {rank}, {key}: {found[key]} instead of {expected[key]}")
+    return lines
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """0, or 1 where something differs or does not run."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--release", nargs="+", choices=releases.RELEASES, default=releases.RELEASES)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), help="none: both")
+    parser.add_argument("--case", nargs="+", choices=EVERY, help="none: all")
+    parser.add_argument("--schedule", nargs="+", choices=("zb-h1", *PLANNED), default=SCHEDULES)
+    parser.add_argument("--patch", action="store_true", help="zb_h1.patch instead of the package")
+    options = parser.parse_args(words)
+    chosen = [EVERY[name] for name in options.case or ()] or [*TWO_RANKS, *FOUR_RANKS]
+    if options.patch:
+        return _print(prove_patch())
+    cases = [case for case in chosen if options.ranks in (None, case.ranks)]
+    return max(_print(prove(release, cases, options.schedule)) for release in options.release)
+
+
+def prove(release: str, cases: Sequence[Case], schedules: Sequence[str]) -> Any:
+    """A line for each case, with whether it is as it should be."""
+    with tempfile.TemporaryDirectory() as plans, ReleaseProcess(release) as process:
+        for case in cases:
+            where = f"megatron-core {release}, {case.ranks} ranks, {case.name}"
+            try:
+                found = differences(case, process, schedules, Path(plans))
+            except CaseError as error:
+                yield f"{where}: does not run\n{error}", False
+                continue
+            what = f"{case.steps} steps of {', '.join(schedules)} have 1F1B's bits"
+            yield (f"{where}: {what}" if not found else "\n".join([f"{where}:", *found])), not found
+
+
+def prove_patch() -> Any:
+    """The patched copy of a release against the release."""
+    release = apply_patch.PATCHED_RELEASE
+    changed = str(apply_patch.patched())
+    with ReleaseProcess(release) as own, ReleaseProcess(release, megatron=changed) as other:
+        for name in PATCH_CASES:
+            case = EVERY[name]
+            found = compared("the patch", *(process.records(case, [(BASELINE, None)])[0] for process in (own, other)))
+            where = f"megatron-core {release} with {apply_patch.PATCH.name}, {case.ranks} ranks, {name}"
+            what = f"{case.steps} steps have 1F1B's bits"
+            yield (f"{where}: {what}" if not found else "\n".join([f"{where}:", *found])), not found
+
+
+def _print(lines: Any) -> int:
+    status = 0
+    for line, right in lines:
+        print(line, flush=True)
+        status = status or int(not right)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Lets megatron-core train where there is no CUDA device. For trials and tests: zbpp_light itself needs none of this.
+
+    import cpu_shims; cpu_shims.install()     # once, before the model is built
+
+Megatron asks CUDA for devices by name in a handful of places. Each shim answers one of them with the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class OnlyStream:
+    """The CPU's one stream: always the current one, and equal to any other that is made."""
+
+    def __init__(self, *device: Any, **words: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnlyStream)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def wait_stream(self, stream: OnlyStream) -> None:
+        """Nothing runs beside it."""
+
+    synchronize = wait_event = record_event = lambda self, *event: None
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Torch's functions and methods, `device="cuda"` among their arguments read as the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        words = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        result = func(*map(_on_cpu, args), **words)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")  # optimizers compare the name of the type
+        return result
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return CPU
+    return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def install() -> None:
+    """From here on, and in processes forked from this one."""
+    CudaMeansCpu().__enter__()
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda *device: None
+    torch.cuda.Stream, torch.cuda.current_stream = OnlyStream, OnlyStream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.cuda = lambda tensor, *device, **words: tensor
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    # One stream of random numbers a rank instead of one for each kind of parallelism.
+    CudaRNGStatesTracker.fork = lambda tracker, *name: contextlib.nullcontext()
