@@ -262,7 +262,7 @@ class VocabEmbedding(_ParallelLayer):
     def forward(self, input_: Tensor) -> Tensor:
         """See the class."""
         assert self.weight is not None, "a table has a weight"
-        held, outside = parallel_layers.local_ids(input_, len(self.weight), self.tp)
+        held, outside = parallel_layers.local_ids(input_, len(self.weight) * self.tp.size, self.tp)
         rows = F.embedding(held, self.weight).masked_fill(outside.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:
             rows = rows.transpose(0, 1).contiguous()

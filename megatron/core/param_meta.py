@@ -112,6 +112,7 @@ class ParamMeta:
     uses: the sink keys under which gradient contributions arrive. One key for most; tied embeddings have
         (name, name + LOOKUP): each use has its own accumulator, added once after the last microbatch.
     decay: weight decay applies. embedding_or_output: of words, or the output layer: `--decoupled-lr` applies.
+    padding: rows of this rank's tensor behind the regions, which belong to no whole: zeros that stay zeros.
     expert: of an expert, which lies in flat buffers of its own: other ranks hold copies of it than of the rest.
     """
 
@@ -126,6 +127,7 @@ class ParamMeta:
     regions: tuple[Region, ...] = ()
     shared: bool = False
     expert: bool = False
+    padding: int = 0
 
     @property
     def parts(self) -> tuple[Region, ...]:
@@ -136,10 +138,11 @@ class ParamMeta:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's tensor."""
-        return tuple(
+        rows, *more = (
             max(part.local[dim] + part.shape[dim] for part in self.parts)
             for dim in range(len(self.global_shape))
         )
+        return (rows + self.padding, *more)
 
     @property
     def group(self) -> str:

@@ -129,3 +129,8 @@ def fill_error(global_shape: Dims, rectangles: Sequence[Rectangle]) -> str | Non
     if (pair := find_overlap(rectangles)) is not None:
         return f"pieces overlap: {pair[0].offset} + {pair[0].shape} and {pair[1].offset} + {pair[1].shape}"
     return None
+
+
+def even_share(total: int, parts: int) -> int:
+    """Rows of each of `parts` consecutive bands of `total` rows; the last band has what is left, which may be fewer."""
+    return -(-total // parts)

@@ -47,14 +47,14 @@ CLIP = 0.2  # below the norms, so that it acts
 
 def reference_config(words: Sequence[str]) -> ReferenceConfig:
     """The plain GPT of these flags: `MODEL` and a few more."""
-    llama = "--swiglu" in words
+    llama, size = "--swiglu" in words, "--padded-vocab-size"
     return ReferenceConfig(
         num_layers=int(words[words.index("--num-layers") + 1]),
         heads=8,
         groups=2 if llama else 8,
         head_dim=4,
         ffn=64,
-        vocab=VOCAB,
+        vocab=int(words[words.index(size) + 1]) if size in words else VOCAB,
         max_positions=16,
         positions="rope" if llama else "learned_absolute",
         norm="RMSNorm" if llama else "LayerNorm",

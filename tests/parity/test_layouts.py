@@ -157,6 +157,19 @@ def test_zero_bubble_schedules_of_four_ranks_equal_the_reference():
     all_equal_reference(ZERO_BUBBLE, [*GPT, *EXACT])
 
 
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        (GPT, [Layout(tp=4, sp=True), Layout(tp=2, pp=2)]),
+        (LLAMA, [Layout(tp=2, dp=2, more=SHARDED), Layout(tp=2, pp=2, schedule="zbv")]),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_a_vocabulary_that_the_ranks_do_not_divide_equals_the_reference(model, layouts):
+    """Of 65 ids, four ranks hold 17, 17, 17 and 14: the plain GPT has no further row, either."""
+    all_equal_reference(layouts, [*model, *EXACT, "--padded-vocab-size", "65"])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_every_zero_bubble_schedule_of_eight_ranks_equals_the_reference(model):

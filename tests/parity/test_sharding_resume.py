@@ -43,6 +43,7 @@ PARALLEL = {
     "PP2": Layout(pp=2),
     "one rank of ZeRO-3": Layout(more=ZERO3),
 }
+OVER_TP = {"TP4": Layout(tp=4), "TP2 optim DP2": Layout(tp=2, dp=2, more=SHARDED["optim"])}
 SMALL = ("--num-layers", "1")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 GLOBAL_BATCH = 4
@@ -137,7 +138,7 @@ def joined(ranks):
 
 def check(pairs, words, root, *, continued=(), timeout=600):
     """pairs: (source, target). continued: those whose further steps are compared too, in fp64."""
-    every = {**LAYOUTS, **PARALLEL}
+    every = {**LAYOUTS, **PARALLEL, **OVER_TP}
     saved, loaded = {}, {}
     for world, layouts in by_world(dict.fromkeys(source for source, _ in pairs), every).items():
         ranks = run_ranks(save_all, world, layouts, words, root, timeout=timeout)
@@ -182,6 +183,17 @@ def test_matrices_that_pipeline_stages_share(tmp_path):
     """The first and the last stage hold the tied one, and cut it at different places."""
     pairs = list(itertools.product(["PP2 optim DP2", "ZeRO-3 DP2"], repeat=2))
     check(pairs, ("--num-layers", "2", "--fp64"), tmp_path, continued=pairs)
+
+
+def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path):
+    """What is saved has its 65 rows, whatever ranks had behind theirs."""
+    pairs = [("TP2 optim DP2", "TP4"), ("TP2 optim DP2", "one rank"), ("TP4", "TP2 optim DP2")]
+    words = (*SMALL, "--fp64", "--padded-vocab-size", "65")
+    saved = check(pairs, words, tmp_path, continued=pairs)
+    for of in ("TP2 optim DP2", "TP4"):
+        for kind in dataclasses.fields(State):
+            tables = [value for name, value in getattr(saved[of].state, kind.name).items() if "word" in name]
+            assert {len(table) for table in tables} == {65}, (of, kind.name)
 
 
 def test_bf16_with_fp32_main_weights(tmp_path):

@@ -188,9 +188,12 @@ def moved(x: Tensor, tp: TensorParallel, there: Move, back: Move, dim: int) -> T
     return x if tp.size == 1 else _Moved.apply(x, there, back, dim % x.dim(), tp)
 
 
-def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
-    """[..., v/tp] -> [..., v]. Communicates over tp; every rank must make the same use of the result."""
-    return moved(logits, tp, gathered, own_part, -1)
+def gather_vocabulary(logits: Tensor, tp: TensorParallel, vocab_size: int | None = None) -> Tensor:
+    """[..., v/tp] -> [..., v]. vocab_size: v, without what the last rank has behind it (`vocabulary_part`).
+
+    Communicates over tp; every rank must make the same use of the result.
+    """
+    return logits if tp.size == 1 else moved(logits, tp, gathered, own_part, -1)[..., :vocab_size]
 
 
 __getattr__ = names_of(__name__)  # Megatron's names

@@ -130,7 +130,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: A
 class _ParallelLinear(SinkModule):
     """A linear layer, weight [out, in] and maybe bias [out] of the whole; what is held is a part of them.
 
-    bands: of the dim that is cut, what this rank holds, in its own order; an even share by default.
+    bands: of the dim that is cut, what this rank holds, in its own order; an even share by default. vocabulary: output
+    features are ids (`vocabulary_part`).
     """
 
     cut: ClassVar[int]  # the dim of the weight that is cut over tp
@@ -143,21 +144,20 @@ class _ParallelLinear(SinkModule):
         *,
         bias: bool,
         bands: Sequence[Band] | None = None,
-        embedding_or_output: bool = False,
+        vocabulary: bool = False,
     ) -> None:
         super().__init__(factory)
         shape, tp = (out_features, in_features), self.tp
-        bands = sink_module.even_bands(shape[self.cut], tp) if bands is None else bands
-        self.weight = self.new_parameter(
-            "weight",
-            shape,
-            InitKind.NORMAL,
-            sink_module.band_regions(shape, bands, self.cut, tp),
-            init_std=factory.residual_std if self.cut else factory.init_std,
-            embedding_or_output=embedding_or_output,
-        )
+        if vocabulary:
+            part = sink_module.vocabulary_part(shape, tp)
+        else:
+            bands = sink_module.even_bands(shape[self.cut], tp) if bands is None else bands
+            part = {"regions": sink_module.band_regions(shape, bands, self.cut, tp)}
+        std = factory.residual_std if self.cut else factory.init_std
+        self.weight = self.new_parameter("weight", shape, InitKind.NORMAL, init_std=std, **part)
         self.bias: nn.Parameter | None = None
         if bias:
+            assert bands is not None, "ids have no bias"
             whole = sink_module.whole_region(shape[:1], tp, partial=False)
             regions = whole if self.cut else sink_module.band_regions(shape[:1], bands, 0, tp)
             self.bias = self.new_parameter("bias", shape[:1], InitKind.ZEROS, regions)
@@ -200,32 +200,36 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, tp: TensorParallel, sink: Any, key: str) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel, sink: Any, key: str
+    ) -> Tensor:
         ctx.tp, ctx.sink, ctx.key = tp, sink, key
         if tp.size == 1:
             ctx.save_for_backward(ids)
             return F.embedding(ids, weight)
-        held, outside = local_ids(ids, weight.shape[0], tp)
+        held, outside = local_ids(ids, vocab_size, tp)
         ctx.save_for_backward(held, outside)
         return mappings.sum_ranks(F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0), tp)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None, None]:
         ids, *outside = ctx.saved_tensors
         dy = mappings.gather_sequence(grads[0], ctx.tp)
         ctx.sink.put(ctx.key, ids, dy.masked_fill(outside[0].unsqueeze(-1), 0.0) if outside else dy)
-        return None, None, None, None, None
+        return None, None, None, None, None, None
 
 
-def local_ids(ids: Tensor, rows: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """(ids [...] as rows of this rank's `rows`, those of other ranks wrapped; bool [...]: it does not hold this id).
+def local_ids(ids: Tensor, vocab_size: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """(ids [...] as rows of this rank's `vocabulary_band`, those of other ranks wrapped; bool [...]: it does not hold
+    this id).
 
     An id that no rank holds stays outside, for the lookup to refuse.
     """
-    relative = ids - tp.rank * rows
-    unknown = (ids < 0) | (ids >= tp.size * rows)
-    held = torch.where(unknown, relative, relative.remainder(rows))
-    return held, (relative < 0) | (relative >= rows)
+    band = sink_module.vocabulary_band(vocab_size, tp)
+    relative = ids - band.offset
+    unknown = (ids < 0) | (ids >= vocab_size)
+    held = torch.where(unknown, relative, relative.remainder(band.size))
+    return held, (relative < 0) | (relative >= band.size)
 
 
 class VocabParallelEmbedding(SinkModule):
@@ -246,21 +250,21 @@ class VocabParallelEmbedding(SinkModule):
     ) -> None:
         super().__init__(factory)
         shape, key = (rows, hidden_size), self.key("weight")
+        self._rows = rows
         self._lookup_key = key + LOOKUP if two_uses else key
         self.weight = self.new_parameter(
             "weight",
             shape,
             InitKind.NORMAL,
-            sink_module.band_regions(shape, sink_module.even_bands(rows, self.tp), 0, self.tp),
             init_std=factory.init_std,
-            embedding_or_output=True,
             uses=(key, self._lookup_key) if two_uses else (),
             shared=shared,
+            **sink_module.vocabulary_part(shape, self.tp),
         )
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
-        return _Lookup.apply(ids, self.weight, self.tp, self.sink, self._lookup_key)
+        return _Lookup.apply(ids, self.weight, self._rows, self.tp, self.sink, self._lookup_key)
 
 
 class PositionEmbedding(SinkModule):
@@ -275,4 +279,4 @@ class PositionEmbedding(SinkModule):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
         ids = mappings.sequence_slice(ids, self.tp)
-        return _Lookup.apply(ids, self.weight, ALONE, self.sink, self.key("weight"))
+        return _Lookup.apply(ids, self.weight, len(self.weight), ALONE, self.sink, self.key("weight"))

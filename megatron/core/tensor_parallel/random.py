@@ -101,6 +101,7 @@ def seeded_default_generator(device: torch.device, seed: int) -> Iterator[None]:
 def fill(tensor: Tensor, meta: ParamMeta, seed: int) -> None:
     """Fills `tensor` [local_shape], this rank's part of a parameter (`ParamMeta.regions`), with initial values."""
     assert tuple(tensor.shape) == meta.local_shape, f"{meta.name}: {(*tensor.shape,)} != {meta.local_shape}"
+    tensor.detach()[len(tensor) - meta.padding :].zero_()
     for part in meta.parts:
         row_start, col_start = (*part.offset, 0, 0)[:2]
         assert not any(part.offset[2:]), f"{meta.name}: cut along a dim after the second: {part}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.core.param_meta import GradRoute, InitKind, ParamMeta, Region
 from megatron.core.protocols import WeightGradSink
-from megatron.core.rectangles import Dims
+from megatron.core.rectangles import Dims, even_share
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 
 
@@ -55,6 +55,29 @@ def band_regions(shape: Dims, bands: Sequence[Band], dim: int, tp: TensorParalle
         regions.append(Region(start(at), start(band.offset), held, copies=band.copies, partial=partial))
         at += band.size
     return tuple(regions)
+
+
+def vocabulary_band(vocab_size: int, tp: TensorParallel) -> Band:
+    """This rank's rows of a vocabulary, which TP need not divide: as many for each rank, for the last what is left."""
+    rows = even_share(vocab_size, tp.size)
+    first = rows * tp.rank
+    assert first < vocab_size, f"{vocab_size} rows: none for rank {tp.rank} of {tp.size}"
+    return Band(first, min(rows, vocab_size - first))
+
+
+def vocabulary_part(shape: Dims, tp: TensorParallel) -> dict[str, Any]:
+    """Regions and padding (`ParamMeta`) of this rank's rows of a matrix of global `shape` with a row an id.
+
+    The tensors of all ranks are equally large, as are then their buckets, plans and collectives; so where TP does not
+    divide the ids, the last rank has rows of zeros behind its own. Nothing but the size of its tensor knows of them:
+    they are in no whole, no norm and no checkpoint, and the loss and `gather_vocabulary` leave their logits out.
+    """
+    band = vocabulary_band(shape[0], tp)
+    return {
+        "regions": band_regions(shape, [band], 0, tp),
+        "padding": even_share(shape[0], tp.size) - band.size,
+        "embedding_or_output": True,
+    }
 
 
 def whole_region(shape: Dims, tp: TensorParallel, *, partial: bool) -> tuple[Region, ...]:
@@ -105,7 +128,8 @@ class SinkModule(nn.Module):
     ) -> nn.Parameter:
         """An unfilled parameter to be assigned to `self.<local>`, with its ParamMeta filed. 1-D ones do not decay.
 
-        shape: of the whole. regions: what of it this rank holds, () for all of it; the tensor is as large as they are.
+        shape: of the whole. regions: what of it this rank holds, () for all of it; the tensor is as large as they and
+        the padding are.
         """
         facts = {"init_std": 0.0, "route": GradRoute.SINK, "decay": len(shape) > 1, **facts}
         meta = ParamMeta(self.key(local), shape, init, regions=regions, **facts)

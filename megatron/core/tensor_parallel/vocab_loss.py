@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.tensor_parallel.parallel_layers import local_ids
+from megatron.core.tensor_parallel.sink_module import vocabulary_band
 from megatron.core.transport.collectives import all_reduce
 
 
@@ -16,7 +18,7 @@ class _CrossEntropy(torch.autograd.Function):
     """One buffer of [tokens, v/tp] holds logits, then probabilities, then the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
         # The logits of a lower precision are copied; those of the working precision are consumed.
         probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.unsqueeze(-1)
@@ -28,7 +30,8 @@ class _CrossEntropy(torch.autograd.Function):
             log_sum = -probabilities.amax(-1, keepdim=True).log()
             ctx.save_for_backward(probabilities, labels)
         else:  # the highest logit, then sum and label's logit, go over tp
-            labels, outside = local_ids(labels, logits.shape[-1], tp)
+            labels, outside = local_ids(labels, vocab_size, tp)
+            probabilities[..., vocabulary_band(vocab_size, tp).size :] = -math.inf  # of no id
             highest = probabilities.amax(-1, keepdim=True)
             all_reduce(highest, tp.peers, "max")
             label_logit = probabilities.gather(-1, labels).masked_fill_(outside, 0.0)
@@ -43,18 +46,21 @@ class _CrossEntropy(torch.autograd.Function):
         return (log_sum + highest - label_logit).squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         gradient, labels, *held = ctx.saved_tensors
         alone = gradient.new_full((1,), -1.0).expand(labels.shape)
         gradient.scatter_add_(-1, labels, held[0].to(gradient.dtype).neg_() if held else alone)
         gradient.mul_(grads[0].unsqueeze(-1))
-        return gradient.to(ctx.logits_dtype), None, None
+        return gradient.to(ctx.logits_dtype), None, None, None
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, tp: TensorParallel = ALONE) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, tp: TensorParallel = ALONE, vocab_size: int | None = None
+) -> Tensor:
     """Negative log likelihood of each token, in fp32 (fp64 for fp64 logits), the same on every tp rank.
 
     logits [..., v/tp] are consumed: fp32 and fp64 logits are overwritten with the softmax, and in the backward
-    pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. Communicates over tp.
+    pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. vocab_size: ids of all
+    ranks; what the last has behind them (`vocabulary_part`) counts as none. Communicates over tp.
     """
-    return _CrossEntropy.apply(logits, labels, tp)
+    return _CrossEntropy.apply(logits, labels, vocab_size or logits.shape[-1] * tp.size, tp)

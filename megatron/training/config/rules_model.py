@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron.core import sharding_table
 from megatron.core.distributed import sharding
 from megatron.core.distributed.custom_fsdp import reshard_policy
+from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.training.config.resolve import grads_sharded, known_vocabulary, weights_sharded
 from megatron.training.config.rule_table import RuleContext, spelled
@@ -37,8 +38,8 @@ def vocabulary_fault(c: RuleContext) -> str | None:
         return None
     saved = c.config.origin.get("padded_vocab_size") == "checkpoint"
     told = f"the checkpoint's padded vocabulary of {padded}" if saved else f"--padded-vocab-size {padded}"
-    if padded % tp:
-        return f"{told} is not divisible by --tensor-model-parallel-size {tp}"
+    if leaves_ranks_empty(padded, tp):
+        return f"{told} leaves the last of --tensor-model-parallel-size {tp} ranks without a row"
     less = known is not None and padded < known
     return f"{told} is smaller than the tokenizer's vocabulary of {known}" if less else None
 

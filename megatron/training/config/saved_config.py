@@ -204,20 +204,6 @@ def saved_padded_vocabulary(settings: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) and IDS.hold(size) else None
 
 
-def with_saved_vocabulary(config: Config, size: int) -> Config:
-    """The configuration with a checkpoint's padded vocabulary, which TP must divide. Raises ConfigurationError."""
-    tp = config.parallel.tensor_model_parallel_size
-    if size % tp == 0:
-        return config.replace(padded_vocab_size=size, origin=CHECKPOINT)
-    told = f"the checkpoint in {config.checkpoint.load} has a padded vocabulary of {size}, which "
-    told += f"--tensor-model-parallel-size {tp} does not divide"
-    flags, fix = (
-        ("--load", "--tensor-model-parallel-size"),
-        f"choose a tensor parallel size that divides {size}",
-    )
-    raise ConfigurationError([Problem("vocabulary", flags, told, fix)])
-
-
 def check_holds_tokenizer(config: Config, vocab_size: int) -> None:
     """Refuse a padded vocabulary with fewer than the tokenizer's `vocab_size` ids. Raises ConfigurationError."""
     padded = config.model.padded_vocab_size

@@ -24,11 +24,7 @@ from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.config.saved_config import (
-    check_holds_tokenizer,
-    saved_padded_vocabulary,
-    with_saved_vocabulary,
-)
+from megatron.training.config.saved_config import CHECKPOINT, check_holds_tokenizer, saved_padded_vocabulary
 from megatron.training.guard.console import say
 from megatron.training.guard.rendezvous import hosts_store, open_store
 from megatron.training.guard.run_folder import RunFolder
@@ -163,7 +159,7 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer, ps: ParallelState) -> 
         if saved is not None:
             if ps.is_first_rank and saved != config.model.padded_vocab_size:
                 say(f" > padded vocab of the checkpoint in {config.checkpoint.load}: {saved}")
-            config = with_saved_vocabulary(config, saved)
+            config = config.replace(padded_vocab_size=saved, origin=CHECKPOINT)
     if config.model.padded_vocab_size is not None:
         check_holds_tokenizer(config, tokenizer.vocab_size)
         return config

@@ -31,7 +31,7 @@ BAD = [
     (4, f"{TP} 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 90", "ffn-tensor-parallel"),
     (6, f"{TP} 6 --num-attention-heads 12 --kv-channels 8 --num-query-groups 4 --group-query-attention "
      "--ffn-hidden-size 96", "heads-tensor-parallel"),
-    (4, f"{TP} 4 --padded-vocab-size 258", "vocabulary"),
+    (4, f"{TP} 4 --padded-vocab-size 2", "vocabulary"),
     (4, f"{TP} 4 --sequence-parallel --seq-length 30", "sequence-tensor-parallel"),
     (3, f"{TP} 2", "world-size"),
     (4, f"{PP} 4", "pipeline-layers"),

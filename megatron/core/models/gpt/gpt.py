@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit, UnitAccesses
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
 from megatron.core.tensor_parallel.parallel_layers import (
@@ -58,6 +59,7 @@ class GPTModel(MegatronModule):
         self.tp = ALONE if tp is None else tp
         _check_sizes(config, padded_vocab_size, self.tp)
         self.config = config
+        self.vocab_size = padded_vocab_size  # ids that take part in the loss: all rows that there are
         self.context = ModelContext(seed=seed)
         self.pre_process, self.post_process = pre_process, post_process
         self.other_end_here = other_end_here
@@ -95,7 +97,7 @@ class GPTModel(MegatronModule):
         if ends and not self.tied:
             of_head = factory.at("output_layer")
             self.output_layer = ColumnParallelLinear(
-                config.hidden_size, padded_vocab_size, of_head, bias=False, embedding_or_output=True
+                config.hidden_size, padded_vocab_size, of_head, bias=False, vocabulary=True
             )
 
     @property
@@ -177,8 +179,8 @@ class GPTModel(MegatronModule):
         assert head is not None, "a stage that ends the model has an output layer"
         logits = head(hidden)  # [s, b, v/tp]
         if labels is None:
-            return gather_vocabulary(logits, self.tp).transpose(0, 1)
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp).t()
+            return gather_vocabulary(logits, self.tp, self.vocab_size).transpose(0, 1)
+        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp, self.vocab_size).t()
 
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gradient buffers of the model's own, one a sink key: for use without an engine."""
@@ -280,13 +282,14 @@ def _check_sizes(config: TransformerConfig, padded_vocab_size: int, tp: TensorPa
             f"--seq-length {config.seq_length} exceeds --max-position-embeddings "
             f"{config.max_position_embeddings}: the table of learned positions must cover the sequence"
         )
-    vocabulary = (
-        f"the padded vocabulary {padded_vocab_size} (--padded-vocab-size, --make-vocab-size-divisible-by)"
-    )
+    if leaves_ranks_empty(padded_vocab_size, size):
+        raise ValueError(
+            f"the padded vocabulary {padded_vocab_size} (--padded-vocab-size, --make-vocab-size-divisible-by) leaves "
+            f"the last of --tensor-model-parallel-size {size} ranks without a row"
+        )
     flags = {
         f"--num-attention-heads {config.num_attention_heads}": config.num_attention_heads,
         f"--ffn-hidden-size {config.ffn_hidden_size}": config.ffn_hidden_size,
-        vocabulary: padded_vocab_size,
     }
     if tp.sequence_parallel:
         flags[f"--seq-length {config.seq_length} with --sequence-parallel"] = config.seq_length

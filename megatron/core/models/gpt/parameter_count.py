@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
+from megatron.core.rectangles import even_share
 from megatron.core.transformer.model_config import TransformerConfig
 
 
@@ -14,6 +15,11 @@ def padded_vocabulary(vocab_size: int, make_vocab_size_divisible_by: int, tensor
     """The vocabulary rounded up to a multiple of both arguments' product, in ids."""
     multiple = make_vocab_size_divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
+
+
+def leaves_ranks_empty(padded_vocab_size: int, tp: int) -> bool:
+    """Whether there are too few ids for the last of `tp` ranks to hold any."""
+    return even_share(padded_vocab_size, tp) * (tp - 1) >= padded_vocab_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +91,7 @@ def norm_parameters(config: TransformerConfig, width: int) -> int:
 
 
 def word_embedding_parameters(config: TransformerConfig, padded_vocab_size: int, tp: int) -> int:
-    return padded_vocab_size // tp * config.hidden_size
+    return even_share(padded_vocab_size, tp) * config.hidden_size
 
 
 def position_embedding_parameters(config: TransformerConfig) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megatron.core.models.gpt.parameter_count import layer_matrices
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.rectangles import even_share
 from megatron.core.transformer.model_config import TransformerConfig
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # as flags have them
@@ -151,7 +152,7 @@ class ModelCosts:
 
     def head(self) -> StageWork:
         """Final norm, output layer, loss."""
-        z, columns = self._sizes, self.padded_vocab_size / self.tp
+        z, columns = self._sizes, even_share(self.padded_vocab_size, self.tp)
         product, logits = 2 * z.tokens * self.config.hidden_size * columns, z.tokens * columns
         saved = self._column_input + self._norms(1) + logits * max(4, z.element) + z.tokens * 8
         held = self._column_input + logits * z.element

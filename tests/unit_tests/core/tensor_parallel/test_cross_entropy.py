@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from megatron.core.rectangles import even_share
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.vocab_loss import vocab_parallel_cross_entropy
 from tests.harness.ranks import RankContext, share_ranks
@@ -47,31 +48,34 @@ def test_one_buffer():
     assert seen == [address]
 
 
-def sharded(ctx: RankContext, dtype: torch.dtype):
+def sharded(ctx: RankContext, dtype: torch.dtype, vocabulary: int):
     """Losses, this rank's columns of the gradient, and whether it worked in the logits' memory."""
     tp = TensorParallel(ctx.make_ps(tp=ctx.world_size).group("tp"))
     torch.manual_seed(0)
-    raw = (torch.randn(7, 3, 48) * 20).to(dtype)
-    labels = torch.randint(48, (7, 3))
+    raw = (torch.randn(7, 3, vocabulary) * 20).to(dtype)
+    labels = torch.randint(vocabulary, (7, 3))
     mine = raw.chunk(ctx.world_size, -1)[ctx.rank].clone().requires_grad_()
-    logits = mine * 1
+    behind = even_share(vocabulary, ctx.world_size) - mine.shape[-1]
+    logits = F.pad(mine * 1, (0, behind), value=1e4)  # of no id
     address, seen = logits.data_ptr(), []
     logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    loss = vocab_parallel_cross_entropy(logits, labels, tp)
+    loss = vocab_parallel_cross_entropy(logits, labels, tp, vocabulary)
     (loss * torch.randn(7, 3)).sum().backward()
     unlikely = torch.full((1, 2), 500.0 * (1 - 2 * (ctx.rank % 2)))
     last = torch.tensor([2 * ctx.world_size - 1])
     return loss.detach(), mine.grad, seen == [address], vocab_parallel_cross_entropy(unlikely, last, tp)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_sharded_vocabulary_against_torch(size):
+@pytest.mark.parametrize(("size", "vocabulary"), [(2, 48), (4, 48), (4, 45)])
+def test_sharded_vocabulary_against_torch(size, vocabulary):
+    """Of 45 ids over four ranks, the last has nine."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
-    found = share_ranks(size, {str(dtype): functools.partial(sharded, dtype=dtype) for dtype in dtypes})
+    of = functools.partial(sharded, vocabulary=vocabulary)
+    found = share_ranks(size, {str(dtype): functools.partial(of, dtype=dtype) for dtype in dtypes})
     for dtype in dtypes:
         torch.manual_seed(0)
-        raw = (torch.randn(7, 3, 48) * 20).to(dtype).requires_grad_()
-        labels = torch.randint(48, (7, 3))
+        raw = (torch.randn(7, 3, vocabulary) * 20).to(dtype).requires_grad_()
+        labels = torch.randint(vocabulary, (7, 3))
         wide = raw.double()
         expected = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view(7, 3)
         (expected * torch.randn(7, 3)).sum().backward()

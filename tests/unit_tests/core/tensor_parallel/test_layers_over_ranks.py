@@ -182,15 +182,20 @@ def test_local_ids():
     class Third:
         rank, size = 2, 4
 
-    held, outside = local_ids(torch.tensor([0, 7, 8, 11, 12]), 4, Third)
+    held, outside = local_ids(torch.tensor([0, 7, 8, 11, 12]), 16, Third)
     assert outside.tolist() == [True, True, False, False, True]
     assert held[2:4].tolist() == [0, 3]
     assert ((held >= 0) & (held < 4)).all()
-    for unknown in (-1, 16, 1000):  # held by nobody: no rank looks it up in silence
-        for rank in range(4):
-            Third.rank = rank
-            with pytest.raises(IndexError):
-                F.embedding(local_ids(torch.tensor([unknown]), 4, Third)[0], torch.zeros(4, 2))
+    for vocabulary in (16, 14):  # of 14, the last rank has two
+        for unknown in (-1, vocabulary, 1000):  # held by nobody: no rank looks it up in silence
+            for rank in range(4):
+                Third.rank = rank
+                rows = torch.zeros(min(4, vocabulary - 4 * rank), 2)
+                with pytest.raises(IndexError):
+                    F.embedding(local_ids(torch.tensor([unknown]), vocabulary, Third)[0], rows)
+    held, outside = local_ids(torch.tensor([0, 11, 12, 13]), 14, Third)
+    assert outside.tolist() == [True, True, False, False]
+    assert held.tolist() == [0, 1, 0, 1]
 
 
 def check_unknown_label(ctx):

@@ -59,6 +59,7 @@ def moves(ctx: RankContext):
     assert torch.equal(gathered, torch.tensor([0.0] * 4 + [1.0] * 4).expand(2, 3, 8))
     (gathered * torch.arange(8.0)).sum().backward()
     assert torch.equal(logits.grad, (torch.arange(4.0) + 4 * ctx.rank).expand(2, 3, 4))
+    assert torch.equal(gather_vocabulary(logits, tp, 7), gathered[..., :7])
     return True
 
 

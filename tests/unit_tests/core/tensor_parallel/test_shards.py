@@ -5,9 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.param_meta import ParamMeta, Region
 from megatron.core.tensor_parallel.mappings import ALONE
-from megatron.core.tensor_parallel.sink_module import Band, band_regions, even_bands, whole_region
+from megatron.core.tensor_parallel.sink_module import (
+    Band,
+    band_regions,
+    even_bands,
+    vocabulary_band,
+    whole_region,
+)
 from megatron.core.transformer.self_attention import qkv_bands
 
 
@@ -46,6 +53,20 @@ def test_whole():
 def test_uneven_is_refused():
     with pytest.raises(AssertionError, match="9 = 1 parts over 2 ranks"):
         even_bands(9, Rank(2, 0))
+
+
+@given(st.integers(1, 300), st.integers(1, 16))
+def test_a_vocabulary_is_cut_whatever_its_size(rows, size):
+    """Each row once, no rank without any; where the ranks divide it, in equal parts."""
+    if leaves_ranks_empty(rows, size):
+        with pytest.raises(AssertionError, match=f"{rows} rows: none for rank {size - 1} of {size}"):
+            vocabulary_band(rows, Rank(size, size - 1))
+        return
+    bands = [vocabulary_band(rows, Rank(size, rank)) for rank in range(size)]
+    assert [row for band in bands for row in range(band.offset, band.offset + band.size)] == list(range(rows))
+    assert len({band.size for band in bands[:-1]} | {bands[0].size}) == 1
+    if rows % size == 0:
+        assert bands == [even_bands(rows, Rank(size, rank))[0] for rank in range(size)]
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
