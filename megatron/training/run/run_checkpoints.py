@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel.plan.planned_residency import kept_grouping
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.schema import Place, Schema, array, check, integer, one_of
 from megatron.training.config.microbatches import ends_at
-from megatron.training.config.saved_config import check_config
+from megatron.training.config.saved_config import OPTIMIZER_PREFIX, check_config
 from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA
-from megatron.training.run.checkpointing import OPTIMIZER_PREFIX, Checkpointer, Restored
+from megatron.training.run.checkpointing import Checkpointer, Restored
 from megatron.training.run.data import first_difference
 from megatron.training.run.parts import RunParts
 from megatron.training.run.rng_state import check_rng_state
