@@ -112,6 +112,7 @@ class RunCheckpoints:
         self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard, saved=self._saved)
         self._saved_data: Any = None  # `GPTDataset.description` of the checkpoint that was loaded
         self.last: str | None = None
+        self._converts = self._flags.ckpt_convert_format is not None  # without data, and nothing to report
 
     def _log(self, text: str) -> None:
         """On a terminal without the place in the grid, which is rank 0's in every line, and names of files."""
@@ -181,7 +182,7 @@ class RunCheckpoints:
             **{name: getattr(engine, name).state() for name in OPTIMIZER_SECTIONS},
             "nan_policy": self._parts.policy.state(),
             "config": session.config.flat(),
-            "data": self._parts.data.description,
+            "data": self._saved_data if self._converts else self._parts.data.description,
         }
         if residencies := self._parts.pipeline.residencies:
             common["groupings"] = [
@@ -198,4 +199,5 @@ class RunCheckpoints:
 
     def _saved(self, iteration: int, directory: Path) -> None:
         self.last = str(directory)
-        self._parts.reporter.saved(iteration, self.last)
+        if not self._converts:
+            self._parts.reporter.saved(iteration, self.last)
