@@ -69,12 +69,7 @@ def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFo
 
     Raises CheckpointError (InterchangeError for what the model lacks) naming file and field.
     """
-    path = directory / CONFIG
-    json_config = _json_object(path, _MAX_CONFIG_BYTES)
-    try:
-        model = read_config(json_config, given)
-    except InterchangeError as error:
-        raise InterchangeError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
+    model, json_config = _read_config(directory / CONFIG, given)
     arrays: dict[str, HFArray] = {}
     for file in _files(directory):
         for name, array in _header(directory / file).items():
@@ -84,6 +79,19 @@ def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFo
                 )
             arrays[name] = HFArray(file, *array)
     return HFFolder(directory, model, json_config, arrays)
+
+
+def read_config_file(path: Path, given: Mapping[str, Any] | None = None) -> HFModel:
+    """A config.json, or that of a folder. given: as above. Raises CheckpointError."""
+    return _read_config(path / CONFIG if path.is_dir() else path, given)[0]
+
+
+def _read_config(path: Path, given: Mapping[str, Any] | None) -> tuple[HFModel, dict[str, Any]]:
+    json_config = _json_object(path, _MAX_CONFIG_BYTES)
+    try:
+        return read_config(json_config, given), json_config
+    except InterchangeError as error:
+        raise InterchangeError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
 
 
 def _json_object(path: Path, max_bytes: int) -> dict[str, Any]:

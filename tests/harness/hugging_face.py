@@ -40,9 +40,11 @@ TOYS = {
 }
 
 
-def toy_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3):
+def toy_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, layers: int = 2, vocab: int = VOCAB):
     """A Hugging Face model with random weights, norms and biases among them."""
     model_type, sizes = TOYS[name]
+    depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
+    sizes = {**sizes, depth: layers, "vocab_size": vocab}
     config = transformers.AutoConfig.for_model(model_type, **sizes, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)

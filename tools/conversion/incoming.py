@@ -30,13 +30,11 @@ from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Dims
 from megatron.core.transport.rank_grid import AXES
-from megatron.training.config.config import Config
-from megatron.training.config.resolve import Machine, resolve
+from megatron.training.config.saved_config import model_config
 from tools.conversion.source_reader import SourceReader
 from tools.conversion.stream import PlannedFile, Say, in_files, planned_file, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_FLAGS = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
 
 
 def write_checkpoint(
@@ -79,7 +77,7 @@ def write_checkpoint(
         entries = write_files(temporary, files, value, say)
     for file in source.files:
         source.verify_file(file)
-    manifest = _manifest(_config(settings(), rows, set(stored.values())), facts, files, entries)
+    manifest = _manifest(model_config(settings(), rows, set(stored.values())), facts, files, entries)
     write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
     for note in commit.commit(temporary, save, 0, may_replace=False):
         say(note)
@@ -95,16 +93,8 @@ def fingerprint(*facts: Any) -> str:
     return hashlib.sha256(canonical([__version__, *facts])).hexdigest()[:16]
 
 
-def _config(flags: Mapping[str, Any], vocab_size: int, dtypes: set[str]) -> Config:
-    """The configuration of a run of that model."""
-    floats = dtypes if len(dtypes) == 1 else set()
-    values = {"seq_length": flags["max_position_embeddings"], **flags, **_FLAGS.get("".join(floats), {})}
-    values |= {"padded_vocab_size": vocab_size, "make_vocab_size_divisible_by": 1, "micro_batch_size": 1}
-    return resolve(values, dict.fromkeys(values, "checkpoint"), Machine())
-
-
 def _manifest(
-    config: Config,
+    config: Mapping[str, Any],
     facts: Mapping[str, PieceFacts],
     files: Sequence[PlannedFile],
     entries: Mapping[str, FileEntry],
@@ -119,7 +109,7 @@ def _manifest(
         for one, begin in zip(file.tensors, file.begins, strict=True)
         for fact in (facts[one.key],)
     }
-    common = json.loads(canonical({"config": config.flat(), "iteration": 0, "consumed_train_samples": 0}))
+    common = json.loads(canonical({"config": config, "iteration": 0, "consumed_train_samples": 0}))
     return Manifest(
         iteration=0,
         consumed_train_samples=0,

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
-from megatron.core.dist_checkpointing.foreign import CONVERSION, describe_file, names_in, recognise
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, TensorEntry, read_manifest
+from megatron.core.dist_checkpointing.foreign import describe_file, names_in, recognise
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
+from megatron.core.dist_checkpointing.source import SourceTensor
 from megatron.core.dist_checkpointing.verification import verify_file
 from megatron.core.safe_files import read_bytes
 from megatron.core.schema import Place
@@ -78,7 +79,7 @@ class Found:
         return False
 
     @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
+    def tensors(self) -> Mapping[str, SourceTensor]:
         return self.manifest.tensors
 
     @property
@@ -91,7 +92,15 @@ class Found:
 
     def place(self, where: str = "") -> Place:
         """A field of its manifest, for messages."""
-        return Place(self.directory / MANIFEST_NAME, where, CheckpointError)
+        return Place(self.described_in, where, CheckpointError)
+
+
+OpenOther = Callable[[Path, int | None], Found | None]
+
+
+def open_no_other(root: Path, ckpt_step: int | None) -> Found | None:
+    """Of formats of others none is read."""
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +185,8 @@ def open_directory(directory: Path, iteration: int) -> Found:
     return Found(directory, iteration, manifest, digest)
 
 
-def choose(root: Path, ckpt_step: int | None = None) -> LoadChoice:
-    """What `--load ROOT` loads.
+def choose(root: Path, ckpt_step: int | None = None, open_other: OpenOther = open_no_other) -> LoadChoice:
+    """What `--load ROOT` loads. open_other(root, ckpt_step): the checkpoint of another format that the folder is.
 
     With `ckpt_step`: that one. Else the one the tracker names. Where that directory is gone, or the tracker
     says nothing: the newest valid one not newer than the tracker, else the newest valid one. A folder without
@@ -185,6 +194,8 @@ def choose(root: Path, ckpt_step: int | None = None) -> LoadChoice:
     is damaged or `ckpt_step` missing, when there is something but nothing valid, and as `check_loadable`.
     """
     with named_errors(root):
+        if not holds_ours(root) and (other := open_other(root, ckpt_step)) is not None:
+            return LoadChoice(other, ())
         there = _ours(root)
         tracker = read_tracker(root)
         if ckpt_step is not None:
@@ -218,10 +229,22 @@ def nothing_for(flag: str, why: str) -> str:
     return f"{why}; {flag} needs one: give --load the folder that a run has saved to, or leave {flag} out"
 
 
+def holds_ours(root: Path) -> bool:
+    """Whether it is a folder of checkpoints of ours, or there is none, or it is one of them. Such go before others'."""
+    there = candidates(list_entries(root)).values()
+    return not root.exists() or any((path / MANIFEST_NAME).exists() for path in (root, *there))
+
+
+def holds_any(root: Path) -> bool:
+    """Whether anything is there that `choose` loads, or refuses to."""
+    begun = bool(candidates(list_entries(root))) or read_tracker(root) is not None
+    return begun or (root.exists() and (holds_ours(root) or recognise(root) is not None))
+
+
 def _ours(root: Path) -> dict[int, Path]:
-    """`candidates`. Raises CheckpointError for the checkpoints of others; some that are ours go before those."""
+    """`candidates`. Raises CheckpointError for the checkpoints of others."""
     there = candidates(list_entries(root))
-    if any((path / MANIFEST_NAME).exists() for path in there.values()) or not root.exists():
+    if holds_ours(root) and not (root / MANIFEST_NAME).exists():
         return there
     if (root / MANIFEST_NAME).exists():
         if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
@@ -233,7 +256,7 @@ def _ours(root: Path) -> dict[int, Path]:
         )
     if (what := recognise(root)) is not None:
         told = f"{min(there.values()) / MANIFEST_NAME}: missing: not a" if there else f"{root}: no"
-        raise CheckpointError(f"{told} checkpoint of ours but {what}; {CONVERSION}")
+        raise CheckpointError(f"{told} checkpoint of ours but {what}; {what.fix}")
     return there
 
 

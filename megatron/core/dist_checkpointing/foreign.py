@@ -14,15 +14,37 @@ from megatron.core.safe_files import kind_of
 
 CONVERSION = "converting other formats is planned, see docs/roadmap.md, 'checkpoint conversion'"
 MAX_NAMES = 10_000  # looked at in one folder
+HUGGING_FACE, MEGATRON = "hf", "megatron"
 
 
 class Format(NamedTuple):
     """patterns: of names in a checkpoint's directory, each of which has a match. under: of the directory's own name, or
-    "" for the folder that was named itself, where it has to be one of a kind."""
+    "" for the folder that was named itself, where it has to be one of a kind. read_as: the flag with which
+    `tools/checkpoint.py import` reads it, as a run's --load does; "" for what is not read."""
 
     name: str
     patterns: tuple[str, ...]
     under: str = "*"
+    read_as: str = ""
+
+
+class Recognised(NamedTuple):
+    """What a folder is. directory: that of the checkpoint, below the folder; "": the folder. shown: names that tell."""
+
+    form: Format
+    directory: str
+    shown: str
+
+    def __str__(self) -> str:
+        return f"{self.form.name} ({self.shown})"
+
+    @property
+    def fix(self) -> str:
+        """What to do with it."""
+        if self.form.read_as:
+            how = f"tools/checkpoint.py import --{self.form.read_as} makes it one of ours"
+            return f"a run's --load reads it, and {how}"
+        return CONVERSION
 
 
 OURS = Format("", ("shard_[0-9][0-9][0-9][0-9][0-9].safetensors",))  # without a manifest: damaged
@@ -35,21 +57,21 @@ FORMATS = (
     Format("a NeMo checkpoint", ("model_weights/*",)),
     Format("a NeMo archive", ("*.nemo",)),
     Format("a Megatron Bridge checkpoint", ("run_config.yaml", ".metadata")),
-    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/model_*rng.pt",)),
-    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/distrib_optim.pt",)),
-    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", ".metadata")),
-    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", "*.distcp")),
+    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/model_*rng.pt",), read_as=MEGATRON),
+    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/distrib_optim.pt",), read_as=MEGATRON),
+    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", ".metadata"), read_as=MEGATRON),
+    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", "*.distcp"), read_as=MEGATRON),
     Format("a Megatron checkpoint (--ckpt-format zarr)", ("common.pt", "metadata.json")),
     Format("a Megatron checkpoint (--ckpt-format fsdp_dtensor or torch_dcp)", (".metadata",), "iter_*"),
     Format("a torchtitan checkpoint", (".metadata",), "step-*"),
     Format("a checkpoint of torch.distributed.checkpoint", (".metadata",)),
     Format("a checkpoint of torch.distributed.checkpoint that lacks its .metadata", ("__*_*.distcp",)),
-    Format("a training checkpoint of Hugging Face's Trainer", ("trainer_state.json",)),
+    Format("a training checkpoint of Hugging Face's Trainer", ("trainer_state.json",), read_as=HUGGING_FACE),
     Format("an adapter of Hugging Face's PEFT", ("adapter_config.json",)),
-    Format("a Hugging Face model", ("config.json", "*.safetensors")),
-    Format("a Hugging Face model", ("config.json", "*.safetensors.index.json")),
-    Format("a Hugging Face model", ("pytorch_model*.bin",)),
-    Format("a Hugging Face model", ("pytorch_model*.bin.index.json",)),
+    Format("a Hugging Face model", ("config.json", "*.safetensors"), read_as=HUGGING_FACE),
+    Format("a Hugging Face model", ("config.json", "*.safetensors.index.json"), read_as=HUGGING_FACE),
+    Format("a Hugging Face model", ("pytorch_model*.bin",), read_as=HUGGING_FACE),
+    Format("a Hugging Face model", ("pytorch_model*.bin.index.json",), read_as=HUGGING_FACE),
     Format("a Hugging Face model without its weights", ("config.json", "tokenizer_config.json")),
     Format("a model in the format of Meta's releases", ("params.json", "consolidated*")),
     Format("a folder of safetensors files", ("*.safetensors",)),
@@ -80,7 +102,7 @@ def names_in(folder: Path) -> list[str]:
         return sorted(entry.name for entry in islice(entries, MAX_NAMES))
 
 
-def recognise(folder: Path) -> str | None:
+def recognise(folder: Path) -> Recognised | None:
     """`a Hugging Face model (config.json, model.safetensors)`, or None. Raises OSError where it cannot be listed."""
     top = names_in(folder)
     for directory in ("", *_below(folder, top, _STEPS)):
@@ -93,7 +115,7 @@ def recognise(folder: Path) -> str | None:
             evidence = [next((p for p in paths if fnmatchcase(p, one)), "") for one in form.patterns]
             if all(evidence):
                 shown = ", ".join(os.path.join(directory, path) for path in evidence)
-                return None if form is OURS else f"{form.name} ({shown})"
+                return None if form is OURS else Recognised(form, directory, shown)
     return None
 
 

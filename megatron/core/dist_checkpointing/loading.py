@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.agree import step
-from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, choose
+from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, OpenOther, choose, open_no_other
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
 from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
@@ -23,32 +23,41 @@ from megatron.core.transport.parallel_state import ParallelState, single_process
 _SHOWN = 8  # names that a message lists before it says how many more
 
 
-def find(root: str | Path, ps: ParallelState | None = None, ckpt_step: int | None = None) -> LoadChoice:
+def find(
+    root: str | Path,
+    ps: ParallelState | None = None,
+    ckpt_step: int | None = None,
+    open_other: OpenOther = open_no_other,
+) -> LoadChoice:
     """The checkpoint to load from `root`, the same on every rank, or none: start from scratch.
 
     Communicates over the whole world. Raises CheckpointError on all ranks together (rules: `catalog.choose`).
     """
-    choice, ps = LoadChoice(None, ()), ps or single_process()
+    choice, place, ps = LoadChoice(None, ()), None, ps or single_process()
     with step() as chosen:
         if ps.rank == 0:
-            choice = choose(Path(root), ckpt_step)
+            choice = choose(Path(root), ckpt_step, open_other)
             found = choice.found
-            place = None if found is None else [found.directory.name, found.iteration, found.manifest_sha256]
+            if found is not None:
+                of_ours = found.described_in.name == MANIFEST_NAME
+                place = [found.directory.name, found.iteration, found.manifest_sha256, of_ours]
             chosen.value = [place, list(choice.notes)]
     place, notes = chosen.gather(ps)[0]
     if place is None:
         return LoadChoice(None, tuple(notes))
     with step() as opened:
         if ps.rank != 0:
-            name, iteration, digest = place
-            directory = Path(root) / name
-            manifest, own_digest = read_manifest(directory)
-            if own_digest != digest:
+            name, iteration, digest, of_ours = place
+            found = None if of_ours else open_other(Path(root), ckpt_step)
+            if found is None:
+                directory = Path(root) / name
+                found = Found(directory, iteration, *read_manifest(directory))
+            if found.manifest_sha256 != digest:
                 raise CheckpointError(
-                    f"{directory / MANIFEST_NAME}: this rank reads SHA-256 {own_digest}, rank 0 {digest}: "
+                    f"{found.described_in}: this rank reads SHA-256 {found.manifest_sha256}, rank 0 {digest}: "
                     f"--load must be one folder that all ranks see"
                 )
-            choice = LoadChoice(Found(directory, iteration, manifest, digest), tuple(notes))
+            choice = LoadChoice(found, tuple(notes))
     opened.gather(ps)
     return choice
 

@@ -246,6 +246,10 @@ def metrics_in_save(c: Context) -> str:
     return os.path.join(c.save, "metrics.jsonl")
 
 
+def converted_to(c: Context) -> str:
+    return f"{c.ckpt_convert_save}/{c.ckpt_convert_format}"  # as Megatron
+
+
 def kept_every(c: Context) -> int | None:
     """Iterations between the checkpoints that --save-retain-interval keeps, where some that it names are not saved."""
     retain, interval = c.save_retain_interval, c.save_interval

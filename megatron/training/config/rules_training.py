@@ -101,7 +101,7 @@ def schedule_fault(c: RuleContext, which: str) -> str | None:
 
 
 def reads_data(c: RuleContext) -> bool:
-    return c.needs_data and c.dataloader_type != "external"
+    return c.needs_data and c.dataloader_type != "external" and c.ckpt_convert_format is None
 
 
 def data_fault(c: RuleContext) -> str | None:
@@ -128,7 +128,8 @@ def missing_files_of_tokenizer(c: RuleContext) -> str:
 
 
 def flags_that_load(c: RuleContext) -> str:
-    asked = [spelled(n) for n in ("use_checkpoint_args", "exit_on_missing_checkpoint") if getattr(c, n)]
+    names = ("use_checkpoint_args", "exit_on_missing_checkpoint", "ckpt_convert_format")
+    asked = [spelled(n) for n in names if getattr(c, n)]
     return " and ".join(asked + (["--ckpt-step"] if c.ckpt_step is not None else []))
 
 

@@ -19,16 +19,21 @@ from megatron.core import schema
 from megatron.core.config_base import IDS, arg_info, bounds_of, flag_names, value_type
 from megatron.core.dist_checkpointing.catalog import (
     Found,
+    LoadChoice,
     check_loadable,
-    checkpoint_config,
     choose,
     config_of,
+    holds_any,
+    holds_ours,
 )
-from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
 from megatron.core.schema import Place, check, integer, number, one_of, or_null
+from megatron.interchange.foreign_checkpoint import Foreign, heeded, opener
+from megatron.interchange.hf_folder import read_config_file
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
+from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.config.values import convert_loaded
 
@@ -49,7 +54,9 @@ _MATRICES = (
     ("num_attention_heads", "kv_channels", "hidden_size"),
     ("num_query_groups", "kv_channels", "hidden_size"),
 )
+_PRECISIONS = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
 _LAYER = re.compile(r"model\.decoder\.layers\.([0-9]{1,6})\.")
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
 EMBEDDING = "model.embedding.word_embeddings.weight"
 
 
@@ -88,39 +95,75 @@ def check_config(found: Found, config: dict[str, Any]) -> None:
     for name, expected in SCHEMAS.items():
         if name in config:
             check(expected, config[name], place.at(name))
-    embedding = found.manifest.tensors.get(EMBEDDING)
+    embedding = found.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         return  # a model of the user's own
     for name, size in zip(("padded_vocab_size", "hidden_size"), embedding.shape, strict=True):
         if config.get(name) not in (None, size):
             place.at(name).fail(f"{size} as in the shape of {EMBEDDING}", config[name])
-    elements = sum(math.prod(tensor.shape) for tensor in found.manifest.tensors.values())
+    elements = sum(math.prod(tensor.shape) for tensor in found.tensors.values())
     for names in _MATRICES:
         for name in names:
             check(or_null(integer(low=1, high=elements)), config.get(name), place.at(name))
         if math.prod(config.get(name) or 1 for name in names) > elements:
             fits = f"a matrix that fits into the {elements} elements stored"
             place.at(names[0]).fail(fits, config[names[0]])
-    layers = {int(match[1]) for name in found.manifest.tensors if (match := _LAYER.match(name))}
+    layers = {int(match[1]) for name in found.tensors if (match := _LAYER.match(name))}
     if layers and config.get("num_layers") not in (None, max(layers) + 1):
         place.at("num_layers").fail(f"{max(layers) + 1} as in the names of tensors", config["num_layers"])
 
 
-def saved_config(load: str, ckpt_step: int | None = None) -> dict[str, Any] | None:
-    """Of the checkpoint that `--load` and `--ckpt-step` name; None where there is none. Raises CheckpointError."""
-    return checkpoint_config(load, ckpt_step, check_config)
+def to_be_loaded(settings: Mapping[str, Any]) -> LoadChoice:
+    """What `--load` and `--ckpt-step` of these settings name, of any format that is read. Raises CheckpointError."""
+    return choose(Path(settings["load"]), settings.get("ckpt_step"), opener(settings))
+
+
+def saved_config(
+    load: str, ckpt_step: int | None = None, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Of the checkpoint that `--load` and `--ckpt-step` name; None where there is none. settings: of the run.
+
+    Raises CheckpointError.
+    """
+    found = to_be_loaded({**(settings or {}), "load": load, "ckpt_step": ckpt_step}).found
+    return None if found is None else config_of(found, check_config)
+
+
+def whole_config(found: Found) -> dict[str, Any]:
+    """The flat configuration of a run of a checkpoint's model: the saved one; else what the folder says of the model,
+    in the precision of its weights. Raises CheckpointError."""
+    config = config_of(found, check_config)
+    if not isinstance(found, Foreign):
+        return config
+    return model_config(
+        config, found.tensors[EMBEDDING].shape[0], {one.dtype for one in found.tensors.values()}
+    )
+
+
+def model_config(stated: Mapping[str, Any], rows: int, dtypes: Collection[str]) -> dict[str, Any]:
+    """The flat configuration of a run of a model of another format. stated: our fields of it and of its tokenizer.
+    rows: of its vocabulary. dtypes: of its tensors; several are computed with as fp32."""
+    precision = _PRECISIONS.get("".join(dtypes), {})
+    tokenizer = (
+        {} if "tokenizer_type" in stated else {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}
+    )
+    values = {"seq_length": stated["max_position_embeddings"], **tokenizer, **stated, **precision}
+    values |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": 1, "micro_batch_size": 1}
+    return resolve(values, dict.fromkeys(values, CHECKPOINT), Machine()).flat()
 
 
 def apply_checkpoint_args(
     values: Mapping[str, Any], origin: Mapping[str, str], saved: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings.
+    """The model's shape from a checkpoint's configuration over what was given: values, origins, warnings. A
+    configuration that is not of a whole run (a config.json) is taken whole, where nothing else is given.
 
     Raises ValueError for a saved value that is none.
     """
     values, origin, warnings = dict(values), dict(origin), []
-    for name in CHECKPOINT_FIELDS:
-        if name not in saved or (_MARKS[name].from_checkpoint == "unset" and name in values):
+    for name in CHECKPOINT_FIELDS if "micro_batch_size" in saved else saved:
+        forced = name in CHECKPOINT_FIELDS and _MARKS[name].from_checkpoint != "unset"
+        if name not in saved or (name in values and not forced):
             continue
         try:
             value = convert_loaded(flag_table()[name], saved[name])
@@ -197,7 +240,7 @@ def saved_padded_vocabulary(settings: Mapping[str, Any]) -> int | None:
     if settings.get("load") is None:
         return None
     try:
-        saved = saved_config(settings["load"], settings.get("ckpt_step"))
+        saved = saved_config(settings["load"], settings.get("ckpt_step"), settings)
     except CheckpointError:
         return None
     size = None if saved is None else saved.get("padded_vocab_size")
@@ -222,18 +265,85 @@ def check_holds_tokenizer(config: Config, vocab_size: int) -> None:
 def to_load(values: Mapping[str, Any]) -> tuple[Found | None, list[Problem]]:
     """Under --check-config: what a launch would load, and why it would end with status 3. It reads the checkpoint's
     manifest, no tensors."""
-    names = {"load", "finetune", "ckpt_step", "exit_on_missing_checkpoint"}
+    names = {field.name for field in dataclasses.fields(CheckpointConfig)}
     checkpoint = CheckpointConfig(**{name: values[name] for name in names & values.keys()})
-    if checkpoint.load is None:
-        return None, []
     try:
-        check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
-        found = choose(Path(checkpoint.load), checkpoint.ckpt_step).found
-        if found is not None and values.get("use_checkpoint_args"):
+        found = check_start(checkpoint, values, manifest=True)
+        if found is not None and checkpoint.use_checkpoint_args:
             config_of(found, check_config)
     except CheckpointError as error:
         return None, [_unloadable(error)]
     return found, []
+
+
+def check_start(
+    checkpoint: CheckpointConfig, settings: Mapping[str, Any], *, manifest: bool = False
+) -> Found | None:
+    """What a run begins with, as far as can be told without torch; None for nothing. settings: of the run. manifest:
+    that of a checkpoint of ours is read too, which every rank of a launch would do at the same time.
+
+    Raises CheckpointError where it cannot be loaded, or not with these flags.
+    """
+    if checkpoint.load is None:
+        return None
+    root = Path(checkpoint.load)
+    with named_errors(root):
+        found = None if holds_ours(root) else opener(settings)(root, checkpoint.ckpt_step)
+    if found is not None:
+        check_holds_state(found, checkpoint)
+        return found
+    check_loadable(checkpoint.load, needed_by=checkpoint.needs_checkpoint)
+    return choose(root, checkpoint.ckpt_step).found if manifest else None
+
+
+def check_holds_state(found: Found, checkpoint: CheckpointConfig) -> None:
+    """Refuse a checkpoint that lacks what these flags go on from. Raises CheckpointError."""
+    if checkpoint.finetune:
+        return
+    if isinstance(found, Foreign) and "train_state" not in found.manifest.common:
+        raise CheckpointError(
+            f"{found.described_in}: weights and no state of a run: start a new one from them with --finetune"
+        )
+    if not checkpoint.no_load_optim and not any(name.startswith(OPTIMIZER_PREFIX) for name in found.tensors):
+        raise CheckpointError(
+            f"{found.described_in}: no optimizer state (saved with --no-save-optim, or in a layout that is not read?): "
+            "load with --no-load-optim or --finetune"
+        )
+
+
+def with_pretrained(values: dict[str, Any], origin: dict[str, str]) -> list[str]:
+    """Where --load has nothing yet, --pretrained-checkpoint takes its place, with --finetune. Notes. Raises
+    CheckpointError where --load is no folder."""
+    start, load = values.get("pretrained_checkpoint"), values.get("load")
+    asked = start is None or values.get("ckpt_step") is not None
+    if asked or (load is not None and holds_any(Path(load))):
+        return []
+    values |= {"load": start, "finetune": True}
+    origin |= dict.fromkeys(("load", "finetune"), origin.get("pretrained_checkpoint", "flag"))
+    return [f"no checkpoint in --load {load}: weights of --pretrained-checkpoint {start}, as with --finetune"]
+
+
+def with_hf_config(values: dict[str, Any], origin: dict[str, str]) -> list[str]:
+    """The model's settings of --hf-config where nothing else gives them. Notes of what does. Raises
+    ConfigurationError."""
+    if (path := values.get("hf_config")) is None:
+        return []
+    try:
+        model = read_config_file(Path(path), heeded(values))
+    except CheckpointError as error:
+        fix = "name the config.json of an architecture in docs/interchange.md, or its folder"
+        raise ConfigurationError(
+            [Problem("hf-config", ("--hf-config",), f"--hf-config: {error}", fix)]
+        ) from None
+    stated = {**model.flags, "padded_vocab_size": model.vocab_size}
+    notes = [
+        f"--hf-config: {name} is {values[name]} as given, not {value} as in {path}"
+        for name, value in stated.items()
+        if values.get(name, value) != value
+    ]
+    values |= (taken := {name: one for name, one in stated.items() if name not in values})
+    origin |= dict.fromkeys(taken, path)
+    return notes
 
 
 def model_problems(found: Found, config: Config) -> list[Problem]:

@@ -44,6 +44,11 @@ class TrainingConfig:
     )
     manual_gc_eval: bool = arg(True, "no collection before and after evaluation")
     yaml_cfg: str | None = arg(None, "YAML file of settings; the command line wins")
+    hf_config: str | None = arg(
+        None,
+        "config.json of a Hugging Face model, or its folder: the model's flags, where no other says them",
+        ours=True,
+    )
     check_config: bool = arg(
         False, "print the resolved configuration, the rank grid and parameters per rank, then exit", ours=True
     )
@@ -79,7 +84,14 @@ class CheckpointConfig:
     )
     no_save_optim: bool = arg(False, "leave the optimizer's state out of checkpoints")
     no_save_rng: bool = arg(False, "leave the state of random generators out of checkpoints")
-    load: str | None = arg(None, "folder to resume from")
+    load: str | None = arg(
+        None,
+        "folder to resume from: checkpoints of ours or of Megatron-LM; with --finetune a Hugging Face model too",
+    )
+    pretrained_checkpoint: str | None = arg(
+        None,
+        "folder like that of --load: what to begin with, as with --finetune, while --load has no checkpoint",
+    )
     no_load_optim: bool = arg(False, "leave the optimizer's state as it is")
     no_load_rng: bool = arg(False, "leave the state of random generators as it is")
     finetune: bool = arg(False, "load weights only and start at iteration 0; nothing in --load is an error")
@@ -89,12 +101,21 @@ class CheckpointConfig:
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor", "zarr"] = arg(
         "torch_dist", "there is one format, ours, under the name torch_dist"
     )
+    ckpt_convert_format: Literal["torch_dist"] | None = arg(
+        None, "write what --load has as a checkpoint of this format (ours, under that name), then exit"
+    )
+    ckpt_convert_save: str | None = arg(
+        None, "folder in which --ckpt-convert-format makes a folder of checkpoints, torch_dist"
+    )
     async_save: bool = arg(False, "write checkpoints in the background")
 
     @property
     def needs_checkpoint(self) -> str | None:
         """The flag that says that there is something to load, so that nothing there is an error."""
+        begins = self.load is not None and self.load == self.pretrained_checkpoint
         needs = {
+            "--pretrained-checkpoint": begins,
+            "--ckpt-convert-format": self.ckpt_convert_format is not None,
             "--finetune": self.finetune,
             "--exit-on-missing-checkpoint": self.exit_on_missing_checkpoint,
             "--ckpt-step": self.ckpt_step is not None,

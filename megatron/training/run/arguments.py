@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron import command
-from megatron.core.dist_checkpointing.catalog import check_loadable
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.config import saved_config
 from megatron.training.config.check_config import build_report, render_json, render_text
@@ -103,9 +102,8 @@ def launch_config(
         config, problems = _resolved(line, env, needs_data=needs_data)
         problems += more_rules(config)
         check_only = config.training.check_config
-        if not problems and not check_only and config.checkpoint.load is not None:
-            check_loadable(config.checkpoint.load, needed_by=config.checkpoint.needs_checkpoint)
         if not problems and not check_only:
+            saved_config.check_start(config.checkpoint, config.flat())
             env.check_meeting_place()
     except LaunchEnvError as error:
         # Every rank says it: what its variables say of its place cannot be trusted.
@@ -226,6 +224,7 @@ def _resolved(
 ) -> tuple[Config, list[Problem]]:
     """The configuration, and all that is wrong with it. Raises CheckpointError."""
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used, line.values)
+    notes = saved_config.with_pretrained(values, origin) + saved_config.with_hf_config(values, origin)
     check_only, load = bool(values.get("check_config")), values.get("load")
     elsewhere = check_only and saved_config.is_elsewhere(load)  # what a launch there finds is not known
     found, unloadable = (
@@ -233,7 +232,7 @@ def _resolved(
     )
     takes_args = bool(values.get("use_checkpoint_args"))
     if takes_args and load is not None and not unloadable and not elsewhere:
-        saved = saved_config.saved_config(load, values.get("ckpt_step"))
+        saved = saved_config.saved_config(load, values.get("ckpt_step"), values)
         if saved is None:
             warnings.append(f"--use-checkpoint-args: no checkpoint in {load}, the flags count")
         else:
@@ -251,6 +250,7 @@ def _resolved(
     ranks_here = env.ranks_here(values.get("world_size") if check_only else None)
     machine = Machine(env.world_size, has_gpu, memory_bytes, max(1, ranks_here))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
+    config = dataclasses.replace(config, notes=(*notes, *config.notes))
     if not line.complete:
         return config, line.problems
     context = RuleContext(

@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
-from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.planning import PlanCache
 from megatron.core.dist_checkpointing.saving import (
     AsyncSaver,
@@ -41,16 +40,23 @@ from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
-from megatron.training.config.saved_config import SAME_MODEL, SCHEMAS, check_config, other_model
+from megatron.interchange.foreign_checkpoint import opener
+from megatron.training.config.saved_config import (
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    SAME_MODEL,
+    SCHEMAS,
+    check_holds_state,
+    other_model,
+    to_be_loaded,
+    whole_config,
+)
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
 from megatron.training.report import metrics
 from megatron.training.run.rng_state import check_rng_state, rng_state, set_rng_state
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "load_for_inference"]
-
-MODEL_PREFIX = "model."
-OPTIMIZER_PREFIX = "optimizer."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +156,11 @@ class Checkpointer:
         weights mean. check_state(found, with_optimizer): refuses a `common` that the caller cannot go on from. Raises
         CheckpointError on all ranks together, before any tensor is touched, unless what was saved is not finite.
         """
-        flags, choice = self._config, catalog.LoadChoice(None, ())
+        flags, choice, config = self._config, catalog.LoadChoice(None, ()), config or {}
         if flags.load is not None:
-            choice = find(flags.load, self._ps, flags.ckpt_step)
+            settings = {**config, **dataclasses.asdict(flags)}
+            open_other = opener(settings, rows=config.get("padded_vocab_size"))
+            choice = find(flags.load, self._ps, flags.ckpt_step, open_other)
         with step() as claimed:
             if self._ps.rank == 0:  # who commits
                 self._own(choice.found)
@@ -169,8 +177,8 @@ class Checkpointer:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
         with_rng = not (flags.finetune or flags.no_load_rng)
-        _check_optimizer(found, with_optimizer)
-        self._compare_settings(found, config or {})
+        check_holds_state(found, flags)
+        self._compare_settings(found, config)
         if with_rng:
             self._each_rng(found, check_rng_state)
         if check_state is not None and not flags.finetune:
@@ -188,7 +196,7 @@ class Checkpointer:
                     "without one keep fresh seeds"
                 )
             self._each_rng(found, lambda state, place: set_rng_state(state, self._ps.device, place))
-        if (theirs := found.manifest.torch_version) != torch_version:
+        if (theirs := found.manifest.torch_version) not in ("", torch_version):
             self._say(
                 f"the checkpoint was written with torch {theirs}, this is {torch_version}: numbers "
                 "may differ in the last bits"
@@ -204,9 +212,7 @@ class Checkpointer:
         if self._config.finetune:
             self._say(f"WARNING: --finetune goes on from weights of another model: {differing}")
             return
-        raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: saved from another model: {differing}: {SAME_MODEL}"
-        )
+        raise CheckpointError(f"{found.described_in}: saved from another model: {differing}: {SAME_MODEL}")
 
     def _each_rng(self, found: Found, use: Callable[[Any, Place], None]) -> None:
         """use(state, its place in the file): of the generators that the checkpoint has of this rank, if any. Raises
@@ -265,30 +271,23 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
         )
 
 
-def _check_optimizer(found: Found, wanted: bool) -> None:
-    if wanted and not any(name.startswith(OPTIMIZER_PREFIX) for name in found.manifest.tensors):
-        raise CheckpointError(
-            f"{found.directory / MANIFEST_NAME}: field 'tensors': no optimizer state (saved with --no-save-optim?): "
-            "load with --no-load-optim or --finetune"
-        )
-
-
 def load_for_inference(
     load_dir: str, ckpt_step: int | None = None
 ) -> tuple[dict[str, Any], Callable[[Sequence[LocalPiece]], None]]:
-    """The saved flat configuration, and a function that fills a model's pieces: one process, no group, no optimizer.
+    """The flat configuration of a model that a run can load, of any format, and a function that fills the pieces of all
+    of it: one process, no group, no optimizer. Weights are converted into the pieces' dtypes.
 
-    Raises CheckpointError when the folder holds no valid checkpoint.
+    Raises CheckpointError when the folder holds none, or what cannot be read.
     """
-    choice = catalog.choose(Path(load_dir), ckpt_step)
+    choice = to_be_loaded({"load": load_dir, "ckpt_step": ckpt_step, "finetune": True})
     if (found := choice.found) is None:
         raise CheckpointError("; ".join(choice.notes))
 
     def load(pieces: Sequence[LocalPiece]) -> None:
-        load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))
+        load_pieces(found, pieces, prefixes=(MODEL_PREFIX,), convert=True)
         _refuse_nonfinite(found, pieces)
 
-    config = catalog.config_of(found, check_config)
+    config = whole_config(found)
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
         place = found.place("common.config")
         place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")

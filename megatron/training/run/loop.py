@@ -69,6 +69,8 @@ class TrainingLoop:
     def run(self, datasets_provider: DatasetsProvider) -> Ending:
         """Load, train, evaluate, save. Raises what STATUS_TABLE lists, and TrainingExit."""
         session, skip_train = self._session, self._config.evaluation.skip_train
+        if self._config.checkpoint.ckpt_convert_format is not None:
+            return self._convert()
         self._start(datasets_provider)
         reporter, profiler, failed = self._parts.reporter, self._profiler, None
         try:
@@ -90,6 +92,14 @@ class TrainingLoop:
             profiler.close(failed)
             reporter.close()
             del self._parts.data  # with it its loaders' processes end, which the interpreter would wait for
+
+    def _convert(self) -> Ending:
+        """--ckpt-convert-format: write what --load has, and end."""
+        self.checkpoints.load()
+        self.checkpoints.save()
+        flags = self._config.checkpoint
+        self._session.print_rank_0(f"> converted checkpoint: {flags.load} -> {flags.save}")
+        return Ending(ExitStatus.DONE, "converted")
 
     def _start(self, datasets_provider: DatasetsProvider) -> None:
         """What the log says of a run first; then its checkpoint, data, and who reports."""

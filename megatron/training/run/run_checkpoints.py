@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel.plan.planned_residency import kept_grouping
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.schema import Place, Schema, array, check, integer, one_of
 from megatron.training.config.microbatches import ends_at
-from megatron.training.config.saved_config import check_config
+from megatron.training.config.saved_config import OPTIMIZER_PREFIX, check_config
 from megatron.training.guard.nan_policy import NAN_POLICY_SCHEMA
-from megatron.training.run.checkpointing import OPTIMIZER_PREFIX, Checkpointer, Restored
+from megatron.training.run.checkpointing import Checkpointer, Restored
 from megatron.training.run.data import first_difference
 from megatron.training.run.parts import RunParts
 from megatron.training.run.rng_state import check_rng_state
@@ -112,6 +112,7 @@ class RunCheckpoints:
         self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard, saved=self._saved)
         self._saved_data: Any = None  # `GPTDataset.description` of the checkpoint that was loaded
         self.last: str | None = None
+        self._converts = self._flags.ckpt_convert_format is not None  # without data, and nothing to report
 
     def _log(self, text: str) -> None:
         """On a terminal without the place in the grid, which is rank 0's in every line, and names of files."""
@@ -181,7 +182,7 @@ class RunCheckpoints:
             **{name: getattr(engine, name).state() for name in OPTIMIZER_SECTIONS},
             "nan_policy": self._parts.policy.state(),
             "config": session.config.flat(),
-            "data": self._parts.data.description,
+            "data": self._saved_data if self._converts else self._parts.data.description,
         }
         if residencies := self._parts.pipeline.residencies:
             common["groupings"] = [
@@ -198,4 +199,5 @@ class RunCheckpoints:
 
     def _saved(self, iteration: int, directory: Path) -> None:
         self.last = str(directory)
-        self._parts.reporter.saved(iteration, self.last)
+        if not self._converts:
+            self._parts.reporter.saved(iteration, self.last)

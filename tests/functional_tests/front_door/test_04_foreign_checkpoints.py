@@ -28,10 +28,10 @@ FOLDERS = {
     "hf": (files("config.json", "model.safetensors", "tokenizer.json"), "a Hugging Face model (config.json"),
     "hf shards": (
         files("config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"),
-        "a Hugging Face model",
+        "a Hugging Face model (",
     ),
     "hf bin": (files("config.json", "pytorch_model.bin"), "a Hugging Face model (pytorch_model.bin)"),
-    "hf bin shards": (files("pytorch_model.bin.index.json"), "a Hugging Face model"),
+    "hf bin shards": (files("pytorch_model.bin.index.json"), "a Hugging Face model ("),
     "hf cache": (
         files(
             f"snapshots/{COMMIT}/config.json",
@@ -41,7 +41,7 @@ FOLDERS = {
         ),
         f"a Hugging Face model (snapshots/{COMMIT}/config.json",
     ),
-    "hf snapshots": (files(f"{COMMIT}/config.json", f"{COMMIT}/model.safetensors"), "a Hugging Face model"),
+    "hf snapshots": (files(f"{COMMIT}/config.json", f"{COMMIT}/model.safetensors"), "a Hugging Face model ("),
     "hf trainer": (
         files("checkpoint-500/trainer_state.json", "checkpoint-500/model.safetensors"),
         "a training checkpoint of Hugging Face's Trainer",
@@ -121,6 +121,14 @@ FOLDERS = {
     "lightning": (files("epoch=1-step=100.ckpt"), "a Lightning checkpoint"),
 }
 
+# What a run's --load reads; here it is told of by who reads checkpoints of ours alone.
+READ = (
+    "a Hugging Face model (",
+    "a training checkpoint of Hugging Face",
+    "a Megatron checkpoint (--ckpt-format torch)",
+    "a Megatron checkpoint (--ckpt-format torch_dist)",
+)
+
 
 def make(root, names):
     for name, content in names.items():
@@ -147,7 +155,9 @@ def test_each_format_is_named_with_what_shows_it_and_where_conversion_stands(fol
     message = refusal(root)
     assert str(root) in message
     assert told in message
-    assert "planned, see docs/roadmap.md, 'checkpoint conversion'" in message
+    read = told.startswith(READ)
+    assert ("planned, see docs/roadmap.md, 'checkpoint conversion'" in message) == (not read)
+    assert ("a run's --load reads it, and tools/checkpoint.py import --" in message) == read
     with pytest.raises(CheckpointError) as error:
         choose(root)
     assert str(error.value) == message
@@ -177,7 +187,7 @@ def test_the_tools_say_the_same(name, tmp_path, capsys):
 def test_generate_says_the_same(tmp_path, capsys, monkeypatch):
     from tools import generate
 
-    root = make(tmp_path / "model", FOLDERS["hf"][0])
+    root = make(tmp_path / "model", FOLDERS["nemo 2"][0])
     monkeypatch.setattr(sys, "argv", ["generate.py", "--load", str(root), "--prompt", "x"])
     with pytest.raises(SystemExit) as ended:
         generate.main()
@@ -194,8 +204,16 @@ def launched(*words):
     return ended.value.code
 
 
-def test_a_launch_ends_with_3_before_torch_and_leaves_exit_json(tmp_path):
-    root = make(tmp_path / "model", FOLDERS["torch_dist"][0])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("zarr", FOLDERS["zarr"][1]),
+        ("torch_dist", ".metadata"),  # of formats that are read, contents that are none
+        ("hf", "config.json: not JSON"),
+    ],
+)
+def test_a_launch_ends_with_3_before_torch_and_leaves_exit_json(name, told, tmp_path):
+    root = make(tmp_path / "model", FOLDERS[name][0])
     (tmp_path / "ck").mkdir()
     words = [*SMALL, "--load", str(root), "--save", "ck", "--save-interval", "2"]
     script = (
@@ -209,7 +227,7 @@ def test_a_launch_ends_with_3_before_torch_and_leaves_exit_json(tmp_path):
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (3, "False\n")
     assert run.stderr.count("\n") == 1, run.stderr
-    assert FOLDERS["torch_dist"][1] in run.stderr
+    assert told in run.stderr
     record = launch.exit_record(tmp_path / "ck")
     assert (record["status"], record["requeue"]) == (3, False)
     assert record["reason"] in run.stderr
@@ -224,7 +242,7 @@ def test_a_mistake_in_the_flags_is_told_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize("more", [[], ["--use-checkpoint-args"], ["--finetune"]])
 def test_check_config_tells_the_same_with_2(more, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    root = make(tmp_path / "model", FOLDERS["hf"][0])
+    root = make(tmp_path / "model", FOLDERS["zarr"][0])
     assert launched("--load", root, "--check-config", *more) == 2
     printed = capsys.readouterr()
     assert refusal(root) in printed.err
