@@ -2,6 +2,7 @@
 
 import torch
 
+from megatron.core.models.gpt.generate import GREEDY, Sampling, choose
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.mappings import TensorParallel
@@ -210,3 +211,27 @@ def backward_microbatch(
     loss = model(tokens, positions, mask, labels=labels).mean()
     loss.backward()
     return loss.detach()
+
+
+def make_talkative(model: GPTModel) -> GPTModel:
+    """Larger matrices: with initial weights a model writes one token again and again, whatever it was given."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(20 if weight.dim() > 1 else 1)
+    return model
+
+
+def written_without_cache(
+    model: GPTModel, prompts: list[list[int]], new_tokens: int, sampling: Sampling = GREEDY
+) -> list[list[int]]:
+    """What the model writes behind each prompt, alone, every step computed from its beginning."""
+    model.eval()
+    found = []
+    for number, prompt in enumerate(prompts):
+        ids = list(prompt)
+        for step in range(new_tokens):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), torch.arange(len(ids))[None])[:, -1]
+            ids.append(int(choose(logits, sampling, [(number, step)])))
+        found.append(ids[len(prompt) :])
+    return found

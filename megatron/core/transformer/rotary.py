@@ -45,16 +45,20 @@ class RotaryEmbedding:
         self.interleaved = config.rotary_interleaved
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start .. start + length, each [length, 1, 1, rotated dims / 2]; fp32, or fp64."""
+    def __call__(self, length: int, like: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions 0 .. length, each [length, 1, 1, rotated dims / 2]; fp32, or fp64. positions [b, s],
+        all below length: of these instead, [s, b, 1, rotated dims / 2]."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         table = self._tables.get((like.device, dtype))
-        if table is None or table[0].shape[0] < start + length:
-            positions = torch.arange(start + length, dtype=torch.float32, device="cpu") / self.interpolation
-            angles = torch.outer(positions, self.frequencies)[:, None, None, :]
+        if table is None or table[0].shape[0] < length:
+            all_positions = torch.arange(length, dtype=torch.float32, device="cpu") / self.interpolation
+            angles = torch.outer(all_positions, self.frequencies)[:, None, None, :]
             table = (angles.cos().to(like.device, dtype), angles.sin().to(like.device, dtype))
             self._tables[(like.device, dtype)] = table
-        return table[0][start : start + length], table[1][start : start + length]
+        cos, sin = table
+        if positions is None:
+            return cos[:length], sin[:length]
+        return cos[positions.t(), 0], sin[positions.t(), 0]
 
 
 def _rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -7,6 +7,7 @@ written out as the exact reference.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -23,42 +24,61 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rope
 
-Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, 1, 1, rotated dims / 2]
+Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, b or 1, 1, rotated dims / 2]
 
 
 class InferenceCache:
-    """One pair of buffers a layer, [b, groups, max_tokens, d]; `length` tokens are filled in every layer.
+    """Keys and values of a batch of sequences of unequal lengths, one pair of buffers a layer, [max_tokens, b, groups, d].
 
-    The model reads and writes it during `forward`; whoever generates calls `advance` after each forward.
+    Whoever generates calls `begin` before each forward, in which the model reads and writes the cache; its logits are
+    then those behind each sequence's newest token alone.
+
+    [Note: sequences of unequal lengths] Every sequence is filled from its own position 0. A forward that adds unequal
+    numbers of tokens is given them filled up at the end: the filling lies behind all that the tokens of its sequence
+    may look at, and the sequence's next tokens are written over it.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.length = 0
+        self._filled: list[int] = []  # tokens of each sequence, those of the present forward among them
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def begin(self, new_tokens: Sequence[int], device: torch.device) -> None:
+        """The next forward adds so many tokens to each sequence. Sets what the layers read: `positions` [b, s] of the
+        new tokens; `end`, above all of them; `mask` [b, 1, s, end], True = masked, None where plain causal attention
+        says the same."""
+        starts = self._filled or [0] * len(new_tokens)
+        self._filled = [start + new for start, new in zip(starts, new_tokens, strict=True)]
+        longest = max(new_tokens)
+        self.end = max(starts) + longest
+        assert self.end <= self.max_tokens, f"cache of {self.max_tokens} tokens, asked for {self.end}"
+        first = torch.tensor(starts, device=device)[:, None]
+        self.positions = first + torch.arange(longest, device=device)
+        rows = torch.arange(len(starts), device=device)
+        self._places = self.positions.t(), rows
+        self._newest = torch.tensor(new_tokens, device=device) - 1, rows
+        self.mask = None
+        if any(starts):
+            self.mask = (torch.arange(self.end, device=device) > self.positions[:, :, None])[:, None]
+
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Files new keys and values [b, groups, new, d] of a layer; returns all of them up to the newest."""
-        end = self.length + key.shape[2]
-        assert end <= self.max_tokens, f"cache of {self.max_tokens} tokens, asked for {end}"
-        if layer not in self._layers:
-            shape = (key.shape[0], key.shape[1], self.max_tokens, key.shape[3])
-            self._layers[layer] = (key.new_empty(shape), value.new_empty(shape))
+        """Files new keys and values [s, b, groups, d] of a layer; returns all of them, [end, b, groups, d]."""
+        if layer not in self._layers:  # zeros: what is masked is multiplied by 0
+            shape = (self.max_tokens, *key.shape[1:])
+            self._layers[layer] = (key.new_zeros(shape), value.new_zeros(shape))
         keys, values = self._layers[layer]
-        keys[:, :, self.length : end] = key
-        values[:, :, self.length : end] = value
-        return keys[:, :, :end], values[:, :, :end]
+        keys[self._places], values[self._places] = key, value
+        return keys[: self.end], values[: self.end]
 
-    def advance(self, tokens: int) -> None:
-        """`tokens` more are filled, in every layer."""
-        self.length += tokens
+    def newest(self, hidden: Tensor) -> Tensor:
+        """Of hidden states [s, b, h] those of each sequence's newest token, [1, b, h]."""
+        return hidden[self._newest][None]
 
-    def causal_mask(self, new_tokens: int, device: torch.device) -> Tensor | None:
-        """[1, 1, new, all] True = masked, or None where plain causal attention says the same."""
-        if self.length == 0:
-            return None
-        query = torch.arange(self.length, self.length + new_tokens, device=device)[:, None]
-        return (torch.arange(self.length + new_tokens, device=device)[None, :] > query)[None, None]
+    def keep(self, sequences: list[int]) -> None:
+        """Only these sequences of the batch go on, in this order."""
+        self._filled = [self._filled[one] for one in sequences]
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = keys[:, sequences], values[:, sequences]
 
 
 class CoreAttention(nn.Module):
@@ -179,9 +199,8 @@ class SelfAttention(nn.Module):
             key = apply_rope(key, *angles, self.interleaved)
         if inference_cache is not None:
             assert mask is None, "generation with a cache is causal; it takes no mask of its own"
-            mask = inference_cache.causal_mask(key.shape[0], key.device)
-            new = (t.permute(1, 2, 0, 3) for t in (key, value))
-            key, value = (t.permute(2, 0, 1, 3) for t in inference_cache.extend(self.layer, *new))
+            mask = inference_cache.mask
+            key, value = inference_cache.extend(self.layer, key, value)
         if not self.recompute_core:
             return self.linear_proj(self.core_attention(query, key, value, mask))
         return self.linear_proj(recomputed(self.core_attention, self.context, query, key, value, mask))

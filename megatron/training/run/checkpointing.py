@@ -273,9 +273,10 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
 
 def load_for_inference(
     load_dir: str, ckpt_step: int | None = None
-) -> tuple[dict[str, Any], Callable[[Sequence[LocalPiece]], None]]:
-    """The flat configuration of a model that a run can load, of any format, and a function that fills the pieces of all
-    of it: one process, no group, no optimizer. Weights are converted into the pieces' dtypes.
+) -> tuple[dict[str, Any], Callable[..., None]]:
+    """The flat configuration of a model that a run can load, of any format, and a function that fills a model's pieces,
+    (pieces, ps=None), without an optimizer. Weights are converted into the pieces' dtypes. With ps it communicates over
+    the world, and the pieces of all ranks are the whole model.
 
     Raises CheckpointError when the folder holds none, or what cannot be read.
     """
@@ -283,9 +284,9 @@ def load_for_inference(
     if (found := choice.found) is None:
         raise CheckpointError("; ".join(choice.notes))
 
-    def load(pieces: Sequence[LocalPiece]) -> None:
-        load_pieces(found, pieces, prefixes=(MODEL_PREFIX,), convert=True)
-        _refuse_nonfinite(found, pieces)
+    def load(pieces: Sequence[LocalPiece], ps: ParallelState | None = None) -> None:
+        load_pieces(found, pieces, ps, prefixes=(MODEL_PREFIX,), convert=True)
+        _refuse_nonfinite(found, pieces, ps)
 
     config = whole_config(found)
     if unknown := sorted(config.keys() - SCHEMAS.keys()):

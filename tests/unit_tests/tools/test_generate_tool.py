@@ -55,9 +55,9 @@ def test_prints_what_the_trained_model_says(tool, trained, monkeypatch, capsys):
     directory, model = trained
     run(tool, monkeypatch, "--load", directory, "--prompt", "def f(", "--max-new-tokens", 12, "--greedy")
     tokenizer = ByteTokenizer()
-    prompt = torch.tensor([tokenizer.tokenize("def f(")])
-    ids = generate(model, prompt, 12, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)[0].tolist()
-    expected = tokenizer.detokenize([i for i in ids if i != tokenizer.eod])
+    prompt = tokenizer.tokenize("def f(")
+    (made,) = generate(model, [prompt], 12, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
+    expected = tokenizer.detokenize(prompt + made.ids)
     assert capsys.readouterr().out == expected + "\n"
 
 

@@ -1,22 +1,36 @@
-"""Text generation with a key-value cache: greedy, or sampled."""
+"""Text generation in batches, with a key-value cache on every stage: greedy, or sampled.
+
+[Note: the plan of forwards] Prompts are taken in groups, each of which has a cache of its own on every stage of a line.
+All stages walk through the same list: a forward of each group under way in turn, as many groups as there are stages,
+so that none of them waits once the line is full. A stage gets hidden states from the one before and sends its own to
+the next; the last one chooses ids and sends them to all. So every rank knows each group's tokens before its next
+forward, and decides alike who has finished, which group comes next, and what shape a message has.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tensor_parallel.random import stable_seed
+from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.self_attention import InferenceCache
+from megatron.core.transport.collectives import Pending, broadcast
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.point_to_point import send_receive
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """temperature 0 = greedy. top_k: only the k likeliest ids (0 = all). top_p: only the likeliest ids that
-    together reach this probability. seed: of the draws."""
+    together reach this probability. seed: of the draws; prompt number i has seed + i, whatever batch it is in."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -30,6 +44,9 @@ class Sampling:
             raise ValueError(f"--top-k {self.top_k}: must be 0 (all ids) or more")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"--top-p {self.top_p}: must be above 0 and at most 1")
+
+
+GREEDY = Sampling()
 
 
 def _kept(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -48,61 +65,151 @@ def _kept(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits
 
 
-def choose(logits: Tensor, sampling: Sampling, step: int) -> Tensor:
-    """Next ids [b] from logits [b, v]; the draw of a step depends on the seed and the step only."""
+def choose(logits: Tensor, sampling: Sampling, draws: Sequence[tuple[int, int]]) -> Tensor:
+    """Next ids [b] from logits [b, v]. draws: of each row the prompt's number and how many ids it has so far; nothing
+    else decides on a row's draw, so it is the same in every batch and on every tensor parallel rank."""
     if sampling.temperature == 0.0:
         return logits.argmax(-1)
     probabilities = _kept(logits.float() / sampling.temperature, sampling).softmax(-1)
-    generator = torch.Generator(device=logits.device).manual_seed(stable_seed(sampling.seed, "sample", step))
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    generator = torch.Generator(device=logits.device)
+    chosen = []
+    for row, (prompt, step) in zip(probabilities, draws, strict=True):
+        generator.manual_seed(stable_seed(sampling.seed + prompt, "sample", step))
+        chosen.append(torch.multinomial(row, 1, generator=generator))
+    return torch.cat(chosen)
 
 
-@torch.no_grad()
+@dataclasses.dataclass
+class Completion:
+    """What follows a prompt. number: the prompt's. ids: new tokens, without an end of document. finish_reason:
+    "eod", "stop" (`generate`'s stop said so) or "length" (max_new_tokens); None while it is being made."""
+
+    number: int
+    ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def too_long(config: TransformerConfig, prompt_tokens: int, max_new_tokens: int) -> str | None:
+    """Why learned positions do not reach that far; None where they do, or where there are none."""
+    limit = config.max_position_embeddings
+    if config.position_embedding_type != "learned_absolute" or prompt_tokens + max_new_tokens <= limit:
+        return None
+    return (
+        f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the model's {limit} learned positions "
+        "(--max-position-embeddings): shorten the prompt or lower --max-new-tokens"
+    )
+
+
+Stop = Callable[[int, int], bool]  # (a prompt's number, its newest token) -> whether that was the last one
+
+
 def generate(
     model: GPTModel,
-    tokens: Tensor,
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    sampling: Sampling | None = None,
+    sampling: Sampling = GREEDY,
     vocab_size: int | None = None,
     eod: int | None = None,
-    use_cache: bool = True,
-) -> Tensor:
-    """tokens [b, s] and up to `max_new_tokens` more, [b, s + n].
+    stop: Stop | None = None,
+    batch_size: int = 8,
+    numbers: Sequence[int] | None = None,
+    ps: ParallelState | None = None,
+) -> Iterator[Completion]:
+    """Up to `max_new_tokens` ids behind each prompt (its ids, at least one), in order, as soon as they are there.
 
-    vocab_size: ids at and above it are padding of the vocabulary and never chosen. eod: stops once every
-    row has reached it; a row that is done repeats it. use_cache False computes every step from the
-    beginning.
+        completions = list(generate(model, [[5, 7], [3]], 20, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod))
 
-    Raises ValueError when prompt and new tokens do not fit the learned positions.
+    Prompts may differ in length; each one's ids are those that it has alone (but where rounding decides: kernels add up
+    in another order in other shapes). vocab_size: ids at and above it are padding of the vocabulary and never chosen.
+    stop: called with each new token but an end of document; `TextContinuation.push` looks for stop strings. batch_size:
+    prompts in one forward. numbers: of the prompts, 0, 1, ... if not given.
+
+    All ranks that hold a part of the model call alike, get the same answers, and communicate over tp and, where ps has
+    a pipeline, over that: see [Note: the plan of forwards]. Raises ValueError when prompt and new tokens do not fit the
+    learned positions.
     """
-    sampling = sampling or Sampling()
-    total = tokens.shape[1] + max_new_tokens
-    limit = model.config.max_position_embeddings
-    if model.config.position_embedding_type == "learned_absolute" and total > limit:
-        raise ValueError(
-            f"{tokens.shape[1]} prompt tokens and {max_new_tokens} new ones exceed the model's {limit} "
-            f"learned positions (--max-position-embeddings): shorten the prompt or lower --max-new-tokens"
-        )
+    if why := next(filter(None, (too_long(model.config, len(one), max_new_tokens) for one in prompts)), None):
+        raise ValueError(why)
+    numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
+    starts = range(0, len(prompts), batch_size)
+    in_order = deque(_Group(numbered[at : at + batch_size], max_new_tokens) for at in starts)
+    waiting, active = in_order.copy(), deque[_Group]()
     was_training = model.training
     model.eval()
-    cache = InferenceCache(total) if use_cache else None
-    finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-    for step in range(max_new_tokens):
-        start = 0 if cache is None else cache.length
-        new = tokens[:, start:]
-        positions = torch.arange(start, tokens.shape[1], device=tokens.device).expand_as(new)
-        logits = model(new, positions, inference_cache=cache)[
-            :, -1, :vocab_size
-        ]  # [b, v], after the last token
-        if cache is not None:
-            cache.advance(new.shape[1])
-        chosen = choose(logits, sampling, step)
-        if eod is not None:
-            chosen = chosen.masked_fill(finished, eod)
-            finished |= chosen == eod
-        tokens = torch.cat((tokens, chosen[:, None]), dim=1)
-        if eod is not None and bool(finished.all()):
-            break
-    model.train(was_training)
-    return tokens
+    try:
+        while in_order:
+            while waiting and len(active) < (1 if ps is None else ps.pp_size):
+                active.append(waiting.popleft())
+            group = active.popleft()
+            if group.take_chosen(eod, stop):
+                _begin_forward(model, group, sampling, vocab_size, ps)
+                active.append(group)
+            while in_order and not in_order[0].live:
+                yield from in_order.popleft().completions
+    finally:
+        model.train(was_training)
+
+
+class _Group:
+    """Prompts that share forwards, and the forward that is under way on this rank."""
+
+    def __init__(self, prompts: Sequence[tuple[int, Sequence[int]]], max_new_tokens: int) -> None:
+        self.completions = [Completion(number) for number, _ in prompts]
+        self.live = self.completions
+        self.next_tokens = [list(prompt) for _, prompt in prompts]
+        self.cache = InferenceCache(max(map(len, self.next_tokens)) + max_new_tokens)
+        self.chosen = torch.empty(0, dtype=torch.int64)
+        self.pending: list[Pending] = []
+        self._max_new_tokens = max_new_tokens
+
+    def take_chosen(self, eod: int | None, stop: Stop | None) -> bool:
+        """Wait for the ids that the last forward has come to; whether there is another one to do."""
+        for pending in self.pending:
+            pending.wait()
+        ids = self.chosen.tolist()  # sync: who has finished
+        for completion, token in zip(self.live, ids, strict=bool(ids)):
+            if token == eod:
+                completion.finish_reason = "eod"
+                continue
+            completion.ids.append(token)
+            if stop is not None and stop(completion.number, token):
+                completion.finish_reason = "stop"
+        for completion in self.live:
+            if completion.finish_reason is None and len(completion.ids) >= self._max_new_tokens:
+                completion.finish_reason = "length"
+        kept = [row for row, completion in enumerate(self.live) if completion.finish_reason is None]
+        if len(kept) < len(self.live):
+            self.live = [self.live[row] for row in kept]
+            self.cache.keep(kept)
+        if ids:
+            self.next_tokens = [completion.ids[-1:] for completion in self.live]
+        return bool(kept)
+
+
+def _begin_forward(
+    model: GPTModel, group: _Group, sampling: Sampling, vocab_size: int | None, ps: ParallelState | None
+) -> None:
+    """The group's next forward on this stage, and the choice that follows from it. Communicates over the pipeline."""
+    weight = next(model.parameters())
+    tokens = [torch.tensor(tokens, device=weight.device) for tokens in group.next_tokens]
+    filled = pad_sequence(tokens, batch_first=True)
+    group.cache.begin(list(map(len, tokens)), weight.device)
+    group.chosen, group.pending = filled.new_empty(len(tokens)), []
+    if ps is not None and not model.pre_process:
+        dtype = weight.dtype
+        if model.config.fp32_residual_connection:
+            dtype = torch.promote_types(dtype, torch.float32)
+        hidden = weight.new_empty(filled.shape[1], len(tokens), model.config.hidden_size, dtype=dtype)
+        _, (arrival,) = send_receive([], [(hidden, ps.pp_rank - 1)], ps.pp_forward_group)
+        arrival.wait()
+        model.set_input_tensor(hidden)
+    with torch.no_grad():
+        out = model(filled, group.cache.positions, inference_cache=group.cache)
+    if model.post_process:
+        draws = [(completion.number, len(completion.ids)) for completion in group.live]
+        group.chosen = choose(out[:, 0, :vocab_size], sampling, draws)
+    elif ps is not None:
+        group.pending, _ = send_receive([(out.contiguous(), ps.pp_rank + 1)], [], ps.pp_forward_group)
+    if ps is not None:
+        group.pending.append(broadcast(group.chosen, ps.group("pp"), ps.pp_size - 1, async_op=True))

@@ -157,7 +157,7 @@ class GPTModel(MegatronModule):
         A stage before the last returns hidden states [s, b, h], under sequence parallel [s/tp, b, h].
         tokens, position_ids, labels [b, s] int64; tokens where the stage embeds. attention_mask: bool [b or 1, 1,
         s, s], True = masked, None = causal. loss_mask: accepted because Megatron's callers pass it; `gpt_loss`
-        applies it.
+        applies it. inference_cache: begun with the tokens given here; logits are then [b, 1, v], see there.
         """
         if self.embedding is not None and self.pre_process:
             assert tokens is not None, "a stage that embeds needs tokens"
@@ -168,13 +168,16 @@ class GPTModel(MegatronModule):
                 "a stage without the embedding needs set_input_tensor before each forward"
             )
         angles = None
-        if self.rotary is not None:
-            start = 0 if inference_cache is None else inference_cache.length
+        if self.rotary is not None and inference_cache is not None:
+            angles = self.rotary(inference_cache.max_tokens, hidden, inference_cache.positions)
+        elif self.rotary is not None:
             sharded = self.tp.size if self.tp.sequence_parallel else 1
-            angles = self.rotary(start, hidden.shape[0] * sharded, hidden)
+            angles = self.rotary(hidden.shape[0] * sharded, hidden)
         hidden = self.decoder(hidden, attention_mask, angles, inference_cache)
         if not self.post_process:
             return hidden
+        if inference_cache is not None:
+            hidden = inference_cache.newest(hidden)
         head = self.tied_output if self.output_layer is None else self.output_layer
         assert head is not None, "a stage that ends the model has an output layer"
         logits = head(hidden)  # [s, b, v/tp]

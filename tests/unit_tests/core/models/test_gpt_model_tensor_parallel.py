@@ -223,18 +223,20 @@ def test_dropout_recompute_and_precision():
         assert [len(set(of_site)) for of_site in seeds] == [4 if sp else 1] * 3 + [4]
 
 
+PROMPTS = tiny_batch()[0][:, :5].tolist()
+
+
 def generated(ctx: RankContext):
     tp = TensorParallel(ctx.make_ps(tp=4).group("tp"))
     model = tiny_stage(tiny_config(**VARIANTS["llama"]), tp=tp)
-    return generate(model, tiny_batch()[0][:, :5], 6, sampling=Sampling(temperature=1.0))
+    return list(generate(model, PROMPTS, 6, sampling=Sampling(temperature=1.0)))
 
 
 def test_generation_over_tensor_ranks():
     """With a cache of this rank's keys and values; the draws are those of one process."""
-    one = generate(
-        tiny_model(**VARIANTS["llama"]), tiny_batch()[0][:, :5], 6, sampling=Sampling(temperature=1.0)
-    )
-    assert all(torch.equal(rank, one) for rank in run_ranks(generated, 4))
+    model = tiny_model(**VARIANTS["llama"])
+    one = list(generate(model, PROMPTS, 6, sampling=Sampling(temperature=1.0)))
+    assert all(rank == one for rank in run_ranks(generated, 4))
 
 
 def stages(ctx: RankContext):

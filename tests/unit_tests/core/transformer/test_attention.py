@@ -72,24 +72,52 @@ def test_qkv_rows_are_grouped():
 
 
 def test_cache_equals_one_pass():
+    """Behind the newest token of each forward, whatever their lengths."""
     for flags in ({}, {**ROPE, **GQA}):
         model = tiny_model(**flags).eval()
         tokens, _, positions = tiny_batch()
         with torch.no_grad():
             whole = model(tokens, positions)
-            cache = InferenceCache(SEQ)
-            parts = []
-            for first, end in ((0, 5), (5, 6), (6, 10), (10, 16)):
-                parts.append(model(tokens[:, first:end], positions[:, first:end], inference_cache=cache))
-                cache.advance(end - first)
-        torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-12)
+            for ends in ((5, 6, 10, 16), range(1, 17)):
+                cache, first = InferenceCache(SEQ), 0
+                for end in ends:
+                    cache.begin([end - first] * 3, tokens.device)
+                    assert torch.equal(cache.positions, positions[:, first:end])
+                    logits = model(tokens[:, first:end], positions[:, first:end], inference_cache=cache)
+                    torch.testing.assert_close(logits, whole[:, end - 1 : end], rtol=0, atol=1e-12)
+                    first = end
+
+
+@pytest.mark.parametrize("flags", [{}, {**ROPE, **GQA}, {"attention_backend": "unfused"}])
+def test_cache_of_unequal_sequences(flags):
+    """Each has the logits that it has alone: what fills a forward up changes nothing, and sequences may leave."""
+    model = tiny_model(**flags).eval()
+    tokens, lengths = tiny_batch()[0], [3, 9, 5]
+    cache = InferenceCache(SEQ)
+
+    def forward(rows, news, wholes):
+        cache.begin(news, tokens.device)
+        filled = torch.full((len(rows), max(news)), 63)
+        for place, (row, new, length) in enumerate(zip(rows, news, wholes, strict=True)):
+            filled[place, :new] = tokens[row, length - new : length]
+        logits = model(filled, cache.positions, inference_cache=cache)
+        assert logits.shape == (len(rows), 1, 64)
+        for place, (row, length) in enumerate(zip(rows, wholes, strict=True)):
+            alone = model(tokens[row : row + 1, :length], torch.arange(length)[None])
+            torch.testing.assert_close(logits[place, 0], alone[0, -1], rtol=0, atol=1e-12)
+
+    with torch.no_grad():
+        forward([0, 1, 2], lengths, lengths)
+        for more in (1, 2):
+            forward([0, 1, 2], [1, 1, 1], [length + more for length in lengths])
+        cache.keep([2, 0])
+        forward([2, 0], [2, 1], [9, 6])
+        forward([2, 0], [1, 1], [10, 7])
 
 
 def test_cache_too_short_is_refused():
-    model = tiny_model().eval()
-    tokens, _, positions = tiny_batch()
-    with torch.no_grad(), pytest.raises(AssertionError, match="cache of 3 tokens, asked for 16"):
-        model(tokens, positions, inference_cache=InferenceCache(3))
+    with pytest.raises(AssertionError, match="cache of 3 tokens, asked for 16"):
+        InferenceCache(3).begin([16, 2], torch.device("cpu"))
 
 
 def test_bf16_trains():

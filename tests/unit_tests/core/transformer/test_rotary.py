@@ -18,8 +18,8 @@ def test_products_depend_on_distance_only(interleaved):
     q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64) for _ in range(2))
 
     def product(at, distance):
-        a = apply_rope(q, *rotary(at, 1, q), interleaved)
-        b = apply_rope(k, *rotary(at + distance, 1, k), interleaved)
+        a = apply_rope(q, *rotary(32, q, torch.tensor([[at]])), interleaved)
+        b = apply_rope(k, *rotary(32, k, torch.tensor([[at + distance]])), interleaved)
         return (a * b).sum().item()
 
     assert product(0, 3) == pytest.approx(product(11, 3), abs=1e-5)  # angles are fp32
@@ -31,7 +31,7 @@ def test_products_depend_on_distance_only(interleaved):
 def test_gradient(interleaved, percent):
     rotary = make(rotary_percent=percent)
     t = torch.randn(4, 2, 3, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = rotary(2, 4, t)
+    cos, sin = rotary(6, t, torch.tensor([[2, 3, 4, 5], [0, 1, 4, 2]]))
     assert torch.autograd.gradcheck(lambda u: apply_rope(u, cos, sin, interleaved), (t,))
     rest = int(8 * percent)
     assert torch.equal(apply_rope(t, cos, sin, interleaved)[..., rest:], t[..., rest:])
@@ -40,15 +40,19 @@ def test_gradient(interleaved, percent):
 def test_table_grows_and_slices():
     rotary = make()
     like = torch.zeros(1)
-    cos, _ = rotary(0, 4, like)
-    longer, _ = rotary(2, 30, like)
-    assert longer.shape == (30, 1, 1, 4)
-    assert torch.equal(longer[:2], cos[2:])
+    cos, _ = rotary(4, like)
+    longer, _ = rotary(32, like)
+    assert longer.shape == (32, 1, 1, 4)
+    assert torch.equal(longer[:4], cos)
+    own, _ = rotary(9, like, torch.tensor([[0, 8], [3, 2], [1, 1]]))
+    assert own.shape == (2, 3, 1, 4)
+    assert torch.equal(own[1, 0], longer[8, 0])
+    assert torch.equal(own[:, 1], longer[[3, 2], 0])
 
 
 def test_interpolation_divides_positions():
     like = torch.zeros(1)
-    assert torch.equal(make(rotary_seq_len_interpolation_factor=4)(8, 1, like)[0], make()(2, 1, like)[0])
+    assert torch.equal(make(rotary_seq_len_interpolation_factor=4)(9, like)[0][8], make()(3, like)[0][2])
 
 
 def test_llama31_scaling_bands():
