@@ -23,7 +23,8 @@ from megatron.core.safe_files import read_bytes
 from megatron.interchange.architecture import InterchangeError
 from megatron.interchange.hf_folder import MappedTensor
 from megatron.interchange.inert_pickle import MAX_BYTES, Inert, plain, read_pickle
-from megatron.interchange.torch_archive import DTYPES, Archive
+from megatron.interchange.megatron_state import LEFT_OUT, optimizer_sections
+from megatron.interchange.torch_archive import DTYPES, Archive, is_dims
 
 METADATA, COMMON = ".metadata", "common.pt"
 _PART = re.compile(r"__[0-9]{1,6}_[0-9]{1,6}\.distcp")
@@ -34,12 +35,10 @@ _FUSED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 # Moments and main weights in the space of the model: Megatron's prefix -> ours.
-_STATES = {
-    "optimizer.state.fp32_param.": "optimizer.main_weight.",
-    "optimizer.state.exp_avg.": "optimizer.exp_avg.",
-    "optimizer.state.exp_avg_sq.": "optimizer.exp_avg_sq.",
-}
+_STATE = re.compile(r"optimizer\.state\.([a-z0-9_]{1,40})\.(.*)")
+MAIN_WEIGHTS = ("fp32_param", "param")
 _FLAT = re.compile(r"(chained_\d+\.)?optimizer\..*(dp_group_idx|gbuf_idx|bucket_idx)")
+_HALVES = ("BF16", "F16")
 
 
 class _Stored(NamedTuple):
@@ -52,13 +51,15 @@ class _Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MegatronSource:
-    """A `Source` of Megatron's tensors under our names. args: its launch's settings, JSON values."""
+    """A `Source` of Megatron's tensors under our names. args: its launch's settings, JSON values. state: what belongs
+    to its optimizer's tensors, as sections of the `common` of a checkpoint of ours; empty where those are left."""
 
     directory: Path
     described_in: Path
     tensors: Mapping[str, MappedTensor]
     args: Mapping[str, Any]
     iteration: int
+    state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     follows_links: bool = False
 
     @property
@@ -70,7 +71,7 @@ class MegatronSource:
 
 
 def open_torch_dist(directory: Path, *, optimizer: bool = False) -> MegatronSource:
-    """One checkpoint's directory (`iter_0000123`). optimizer: its moments and main weights too.
+    """One checkpoint's directory (`iter_0000123`). optimizer: its moments and main weights too, where there are any.
 
     Raises CheckpointError for what is damaged or hostile, and InterchangeError for flat optimizer buckets, which cannot
     be read without the layout that wrote them.
@@ -78,24 +79,22 @@ def open_torch_dist(directory: Path, *, optimizer: bool = False) -> MegatronSour
     path = directory / METADATA
     with named_errors(path):
         metadata = read_pickle(read_bytes(path, max_bytes=MAX_BYTES), path)
-    stored = _torch_dist_tensors(directory, metadata, optimizer)
-    common = _common(directory / COMMON)
-    args = common.get("args")
-    settings = plain(args.state) if isinstance(args, Inert) else {}
-    iteration = common.get("iteration")
-    return MegatronSource(
-        directory,
-        path,
-        _named_by_us(stored, path),
-        settings if isinstance(settings, dict) else {},
-        iteration if type(iteration) is int else 0,
-    )
+    tensors = _named_by_us(_torch_dist_tensors(directory, metadata, optimizer), path)
+    common = directory / COMMON
+    with open_regular(common) as fd:
+        archive = Archive(fd, common)
+        args, iteration = settings(archive)
+        states = any(name.startswith("optimizer.") for name in tensors)
+        state = optimizer_sections(archive, args, iteration, common) if states else {}
+    return MegatronSource(directory, path, tensors, args, iteration, state)
 
 
-def _common(path: Path) -> dict[str, Any]:
-    with open_regular(path) as fd:
-        value = Archive(fd, path).value
-    return value if isinstance(value, dict) else {}
+def settings(archive: Archive) -> tuple[dict[str, Any], int]:
+    """A launch's settings and the iteration that a checkpoint is of, {} and 0 where nothing is said of them."""
+    saved = archive.value if isinstance(archive.value, dict) else {}
+    args, iteration = saved.get("args"), saved.get("iteration")
+    stated = plain(args.state) if isinstance(args, Inert) else {}
+    return stated if isinstance(stated, dict) else {}, iteration if type(iteration) is int else 0
 
 
 def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict[str, _Stored]:
@@ -104,18 +103,20 @@ def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict
     described, places = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise CheckpointError(f"{path}: no description of a torch_dist checkpoint")
-    where: dict[tuple[Any, Any], Inert] = {}
+    where: dict[tuple[str, Dims], Inert] = {}
     for index, place in places.items():
         if isinstance(index, Inert) and isinstance(place, Inert):
-            where[index.get("fqn"), index.get("offset")] = place
+            tensor, offset = index.get("fqn"), index.get("offset")
+            if isinstance(tensor, str) and is_dims(offset):  # of bytes there is no offset
+                where[tensor, offset] = place
     wanted = {}
     for name, entry in described.items():
         if not isinstance(name, str) or not isinstance(entry, Inert) or entry.get("chunks") is None:
             continue  # bytes: `_extra_state`, random generators
         if _FLAT.match(name) and optimizer:
             raise InterchangeError(
-                f"{path}: {name!r:.200} is a flat bucket of a distributed optimizer: load without it (--no-load-optim "
-                "or --finetune), or save it in Megatron-LM with --dist-ckpt-optim-fully-reshardable"
+                f"{path}: {name!r:.200} is a flat bucket of a distributed optimizer: {LEFT_OUT}, or save it in "
+                "Megatron-LM with --dist-ckpt-optim-fully-reshardable"
             )
         if optimizer or "optimizer." not in name:
             wanted[name] = entry
@@ -155,27 +156,19 @@ class _PartFiles:
         return name, Archive(self._fds[name], path, begin, size)
 
 
-def _stored(name: str, entry: Inert, where: Mapping[Any, Inert], files: _PartFiles, path: Path) -> _Stored:
-    shape, properties = entry.get("size"), entry.get("properties")
-    kind = properties.args[0] if isinstance(properties, Inert) and properties.args else None
-    if (
-        kind is None
-        and isinstance(properties, Inert)
-        and isinstance(properties.state, tuple)
-        and properties.state
-    ):
-        kind = properties.state[0]
-    dtype = DTYPES.get(getattr(kind, "path", ""))
-    if dtype is None or not isinstance(shape, tuple):
-        raise CheckpointError(f"{path}: {name!r:.200}: dtype or shape are not read")
+def _stored(
+    name: str, entry: Inert, where: Mapping[tuple[str, Dims], Inert], files: _PartFiles, path: Path
+) -> _Stored:
+    shape, listed, dtype = entry.get("size"), entry.get("chunks"), _dtype(entry.get("properties"))
+    if dtype is None or not is_dims(shape) or not isinstance(listed, list):
+        raise CheckpointError(f"{path}: {name!r:.200}: dtype, shape or chunks are not read")
     chunks = []
-    for chunk in entry.get("chunks"):
-        offset, size = chunk.get("offsets"), chunk.get("sizes")
-        place = where.get((name, offset))
-        if place is None:
-            raise CheckpointError(
-                f"{path}: {name!r:.200}: nothing is said of where the chunk at {offset} lies"
-            )
+    for chunk in listed:
+        offset, size = (
+            (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) else (None, None)
+        )
+        if not is_dims(offset) or not is_dims(size) or (place := where.get((name, offset))) is None:
+            raise CheckpointError(f"{path}: {name!r:.200}: nothing is said of where one of its chunks lies")
         file, archive = files.archive(place)
         tensor = archive.tensor(archive.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, size):
@@ -188,23 +181,43 @@ def _stored(name: str, entry: Inert, where: Mapping[Any, Inert], files: _PartFil
     return _Stored(dtype, shape, tuple(chunks))
 
 
+def _dtype(properties: Any) -> str | None:
+    """The first of what torch's TensorProperties are made of, or set to."""
+    if not isinstance(properties, Inert):
+        return None
+    given = properties.args or properties.state
+    kind = given[0] if isinstance(given, tuple) and given else None
+    return DTYPES.get(getattr(kind, "path", ""))
+
+
 def _named_by_us(stored: Mapping[str, _Stored], path: Path) -> dict[str, MappedTensor]:
     """Theirs under our names and prefixes, one tensor a layer."""
     named: dict[str, MappedTensor] = {}
     for name, tensor in stored.items():
-        prefix, rest = next(
-            (
-                (ours, name.removeprefix(theirs))
-                for theirs, ours in _STATES.items()
-                if name.startswith(theirs)
-            ),
-            ("model.", name),
-        )
+        state = _STATE.fullmatch(name)
+        prefix, rest = (f"optimizer.{state_name(state[1])}.", state[2]) if state else ("model.", name)
         for ours, part in _layers(rest, tensor):
             if prefix + ours in named:
                 raise CheckpointError(f"{path}: {prefix + ours!r:.200} is there twice, by two names")
             named[prefix + ours] = part
-    return named
+    return without_same(named)
+
+
+def state_name(theirs: str) -> str:
+    """Our name of what an optimizer keeps of each parameter."""
+    return "main_weight" if theirs in MAIN_WEIGHTS else theirs
+
+
+def without_same(named: Mapping[str, MappedTensor]) -> dict[str, MappedTensor]:
+    """Without the main weights of what is not in 16 bits, which are the weights themselves."""
+    main = "optimizer.main_weight."
+    return {
+        name: tensor
+        for name, tensor in named.items()
+        if not name.startswith(main)
+        or (model := named.get("model." + name.removeprefix(main))) is None
+        or model.dtype in _HALVES
+    }
 
 
 def _layers(name: str, tensor: _Stored) -> Iterator[tuple[str, MappedTensor]]:

@@ -3,115 +3,189 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import CheckpointError, open_regular
 from megatron.core.dist_checkpointing.source import ArrayChunk
 from megatron.core.rectangles import Rectangle
+from megatron.interchange.architecture import InterchangeError
 from megatron.interchange.hf_folder import MappedTensor
-from megatron.interchange.inert_pickle import Inert, plain
-from megatron.interchange.megatron_folder import LAYER, MegatronSource, unfused
-from megatron.interchange.torch_archive import Archive
+from megatron.interchange.megatron_folder import (
+    LAYER,
+    MegatronSource,
+    settings,
+    state_name,
+    unfused,
+    without_same,
+)
+from megatron.interchange.megatron_state import LEFT_OUT, inner_optimizer, optimizer_sections
+from megatron.interchange.torch_archive import Archive, ArchiveTensor
 
 _RANK = re.compile(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3}))?")
+_EXPERT_RANK = re.compile(r"mp_rank_[0-9]{2,4}(_[0-9]{3}){2}")  # without pipeline parallelism args tell
+_FILE, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
+_CHUNK = re.compile(r"model[0-9]{1,3}")
+_COPIES = ("output_layer.weight", "word_embeddings_for_head.weight")  # of tied word embeddings
 # Which dim tensor parallel ranks have cut, by what a name ends with; not cut: norms and output biases.
 _CUT_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
 _CUT_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _FC1 = ("linear_fc1.weight", "linear_fc1.bias")
 
 
+Key = tuple[str, str]  # "model." or the like, and the name of a weight as its stage has it
+
+
 class _Shard(NamedTuple):
-    """One `mp_rank_*` folder's file."""
+    """One `mp_rank_*` folder's file. chunks: of each model chunk, whole local tensors and their dtypes."""
 
-    tp: int
-    pp: int
-    file: str
-    chunks: list[dict[str, ArrayChunk]]  # of each model chunk: a whole local tensor by its name
-    dtypes: dict[str, str]
+    chunks: list[dict[Key, tuple[ArrayChunk, str]]]
+    args: dict[str, Any]
+    iteration: int
+    state: dict[str, Any]
 
 
-def open_torch(directory: Path) -> MegatronSource:
+def open_torch(directory: Path, *, optimizer: bool = False) -> MegatronSource:
     """One checkpoint's directory of `--ckpt-format torch`: any tensor and pipeline parallel sizes, virtual pipelines.
 
-    Weights alone: optimizer states there are flat, in the layout of the run that wrote them. Raises CheckpointError.
+    optimizer: its moments and main weights too, where there are any. Raises CheckpointError for what is damaged, and
+    InterchangeError for experts, and for states that are flat in the layout of the run that wrote them.
     """
-    shards: list[_Shard] = []
-    args: dict[str, Any] = {}
-    iteration: Any = 0
+    grid: dict[tuple[int, int], _Shard] = {}
     for entry in sorted(os.listdir(directory)):
+        if _EXPERT_RANK.fullmatch(entry):
+            raise InterchangeError(f"{directory / entry}: of an expert parallel rank: experts are not read")
         if (match := _RANK.fullmatch(entry)) is not None:
-            file = f"{entry}/model_optim_rng.pt"
-            with open_regular(directory / file) as fd:
-                archive = Archive(fd, directory / file)
-                shards.append(_shard(int(match[1]), int(match[2] or 0), file, archive))
-            if len(shards) == 1:
-                stated = archive.value.get("args")
-                args = plain(stated.state) if isinstance(stated, Inert) else {}
-                iteration = archive.value.get("iteration")
-    path = directory
-    if not shards:
-        raise CheckpointError(f"{directory}: no folder mp_rank_*")
-    sizes = tuple(max(getattr(shard, axis) for shard in shards) + 1 for axis in ("tp", "pp"))
-    grid = {(shard.tp, shard.pp): shard for shard in shards}
-    if len(grid) != math.prod(sizes) or len(shards) != len(grid):
+            if optimizer and (directory / entry / _FLAT).exists():
+                raise InterchangeError(
+                    f"{directory / entry / _FLAT}: flat buckets of a distributed optimizer: {LEFT_OUT}"
+                )
+            grid[int(match[1]), int(match[2] or 0)] = _shard(directory, f"{entry}/{_FILE}", optimizer)
+    if not grid:
+        raise CheckpointError(f"{directory}: no folder mp_rank_TT or mp_rank_TT_PPP")
+    ranks = max(shard.args.get("expert_model_parallel_size") or 1 for shard in grid.values())
+    if ranks != 1:
+        raise InterchangeError(f"{directory}: files of {ranks} expert parallel ranks: experts are not read")
+    num_tp, num_pp = (max(place[axis] for place in grid) + 1 for axis in range(2))
+    if len(grid) != num_tp * num_pp:
         raise CheckpointError(
-            f"{directory}: {len(shards)} folders mp_rank_*, expected {sizes[0]} x {sizes[1]}"
+            f"{directory}: {len(grid)} folders mp_rank_*, expected {num_tp} x {num_pp}: it is not whole"
         )
+    first = grid[0, 0]
+    if len({len(shard.chunks) for shard in grid.values()}) != 1:
+        raise CheckpointError(f"{directory}: not the same number of models in each rank's file")
+    stages = [
+        [grid[tp, pp].chunks[chunk] for tp in range(num_tp)]
+        for chunk in range(len(first.chunks))
+        for pp in range(num_pp)
+    ]
+    tensors = without_same(_whole(stages, first.args, directory))
+    return MegatronSource(directory, directory, tensors, first.args, first.iteration, first.state)
+
+
+def _whole(
+    stages: Sequence[Sequence[Mapping[Key, tuple[ArrayChunk, str]]]], args: Mapping[str, Any], directory: Path
+) -> dict[str, MappedTensor]:
+    """Our tensors, out of each stage's tensor parallel ranks in the order of the model; layers are counted from 0 in
+    each. A tied embedding is in the first stage, and as an output layer in the last."""
     tensors: dict[str, MappedTensor] = {}
-    first = 0
-    num_chunks = len(shards[0].chunks)
-    for chunk in range(num_chunks):
-        for pp in range(sizes[1]):
-            stage = [grid[tp, pp] for tp in range(sizes[0])]
-            layers = 0
-            for name in stage[0].chunks[chunk]:
-                parts = [shard.chunks[chunk].get(name) for shard in stage]
-                match = LAYER.fullmatch(name)
-                ours = name
-                if match is not None:
-                    layers = max(layers, int(match[2]) + 1)
-                    ours = f"{match[1]}{first + int(match[2])}.{match[3]}"
-                if any(part is None for part in parts):
-                    raise CheckpointError(
-                        f"{directory}: {name!r:.200} is not in every tensor parallel rank's file"
-                    )
-                joined = _joined(unfused(ours), stage[0].dtypes[name], [one for one in parts if one], args)
-                key = "model." + unfused(ours)
-                if key not in tensors:  # a tied embedding is in the first stage and in the last
-                    tensors[key] = joined
-            first += layers
-    return MegatronSource(directory, path, tensors, args, iteration if type(iteration) is int else 0)
+    tied = args.get("untie_embeddings_and_output_weights") is False
+    layers = 0
+    for ranks in stages:
+        here = 0
+        if len({frozenset(rank) for rank in ranks}) != 1:
+            raise CheckpointError(
+                f"{directory}: tensor parallel ranks' files have tensors of different names"
+            )
+        for prefix, name in ranks[0]:
+            parts = [rank[prefix, name] for rank in ranks]
+            ours = name
+            if (match := LAYER.fullmatch(name)) is not None:
+                here = max(here, int(match[2]) + 1)
+                ours = f"{match[1]}{layers + int(match[2])}.{match[3]}"
+            key = prefix + unfused(ours)
+            if key not in tensors and not (tied and name in _COPIES):
+                tensors[key] = _joined(
+                    unfused(ours), parts[0][1], [part for part, _ in parts], args, directory
+                )
+        layers += here
+    return tensors
 
 
-def _shard(tp: int, pp: int, file: str, archive: Archive) -> _Shard:
-    value = archive.value if isinstance(archive.value, dict) else {}
-    names = (
-        ["model"]
-        if "model" in value
-        else sorted(
-            (key for key in value if re.fullmatch(r"model[0-9]{1,3}", str(key))), key=lambda key: int(key[5:])
-        )
-    )
-    chunks, dtypes = [], {}
-    for key in names:
-        held = {}
-        for name, one in value[key].items() if isinstance(value[key], dict) else ():
-            tensor = archive.tensor(one)
-            if tensor is not None and not str(name).endswith("_extra_state"):
-                zeros = (0,) * len(tensor.shape)
-                held[str(name)] = ArrayChunk(zeros, tensor.shape, file, tensor.begin, tensor.shape, zeros)
-                dtypes[str(name)] = tensor.dtype
-        chunks.append(held)
-    return _Shard(tp, pp, file, chunks, dtypes)
+def _shard(directory: Path, file: str, optimizer: bool) -> _Shard:
+    path = directory / file
+    with open_regular(path) as fd:
+        archive = Archive(fd, path)
+        value = archive.value if isinstance(archive.value, dict) else {}
+        numbered = sorted((key for key in value if _CHUNK.fullmatch(str(key))), key=lambda key: int(key[5:]))
+        models = [value[key] for key in (["model"] if "model" in value else numbered)]
+        if not all(isinstance(model, dict) for model in models):
+            raise CheckpointError(f"{path}: a model that is no dict")
+
+        def held(prefix: str, named: Iterable[tuple[Any, Any]]) -> dict[Key, tuple[ArrayChunk, str]]:
+            found = ((str(name), archive.tensor(one)) for name, one in named)
+            return {
+                (prefix, name): (_array(tensor, file), tensor.dtype)
+                for name, tensor in found
+                if tensor is not None and not name.endswith("_extra_state")
+            }
+
+        chunks = [held("model.", model.items()) for model in models]
+        args, iteration = settings(archive)
+        state = {}
+        if optimizer and "optimizer" in value:
+            for what, number, name, one in _states(value, chunks, path):
+                chunks[number] |= held(f"optimizer.{state_name(what)}.", [(name, one)])
+            state = optimizer_sections(archive, args, iteration, path)
+        return _Shard(chunks, args, iteration, state)
 
 
-def _joined(name: str, dtype: str, parts: Sequence[ArrayChunk], args: Mapping[str, Any]) -> MappedTensor:
+def _array(tensor: ArchiveTensor, file: str) -> ArrayChunk:
+    zeros = (0,) * len(tensor.shape)
+    return ArrayChunk(zeros, tensor.shape, file, tensor.begin, tensor.shape, zeros)
+
+
+def _states(
+    value: Mapping[str, Any], chunks: Sequence[Mapping[Key, tuple[ArrayChunk, str]]], path: Path
+) -> Iterator[tuple[str, int, str, Any]]:
+    """What an optimizer keeps: what it is, of which model chunk, of which weight, the tensor.
+
+    It numbers parameters: group after group, in each in the order of the model. Groups are told by whether they decay,
+    which biases and one-dimensional weights do not.
+    """
+    inner = inner_optimizer(value, path)
+    states, main = inner.get("state"), value["optimizer"].get("fp32_from_fp16_params") or ()
+    for at, group in enumerate(inner["param_groups"]):
+        ids, decays = (group.get("params"), group.get("wd_mult")) if isinstance(group, dict) else (None, None)
+        weights = [
+            (number, name)
+            for number, chunk in enumerate(chunks)
+            for (_, name), (array, _) in chunk.items()
+            if (len(array.shape) > 1 and not name.endswith(".bias")) == (decays != 0.0)
+        ]
+        if not isinstance(states, dict) or not isinstance(ids, list) or len(ids) != len(weights):
+            raise InterchangeError(
+                f"{path}: group {at} of its optimizer is not the weights that do {'' if decays else 'not '}decay, so "
+                f"nothing says which state is whose: {LEFT_OUT}"
+            )
+        for place, (one, (number, name)) in enumerate(zip(ids, weights, strict=True)):
+            state = states.get(one) if type(one) is int else None
+            for what, tensor in state.items() if isinstance(state, dict) else ():
+                if what != "step":
+                    yield str(what), number, name, tensor
+            if at < len(main) and isinstance(main[at], list) and place < len(main[at]):
+                yield "fp32_param", number, name, main[at][place]
+
+
+def _joined(
+    name: str, dtype: str, parts: Sequence[ArrayChunk], args: Mapping[str, Any], directory: Path
+) -> MappedTensor:
     """One of our tensors, out of what tensor parallel ranks hold of it."""
+    if len({part.shape for part in parts}) != 1:
+        raise CheckpointError(f"{directory}: {name!r:.200}: tensor parallel ranks have shapes that differ")
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     if len(parts) == 1:
         return MappedTensor(dtype, parts[0].shape, tuple(parts))

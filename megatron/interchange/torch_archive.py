@@ -13,7 +13,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from megatron.core.dist_checkpointing.files import CheckpointError, read_exactly
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
@@ -30,8 +30,9 @@ STORAGES = {
 _DTYPES = "float64 F64 float32 F32 float16 F16 bfloat16 BF16 int64 I64 int32 I32 int16 I16 int8 I8 uint8 U8 bool BOOL"
 _WORDS = _DTYPES.split()
 DTYPES = {f"torch.{name}": dtype for name, dtype in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
+_NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-_MAX_MEMBERS = 1 << 20
+_MAX_MEMBERS, MAX_DIMS = 1 << 20, 16
 _KEY = re.compile(r"[0-9]{1,12}")
 
 
@@ -107,8 +108,8 @@ class Archive:
             return None
         storage, offset, shape, strides = (*value.args, None, None, None, None)[:4]
         right = isinstance(storage, Storage) and type(offset) is int and offset >= 0
-        if not right or not _sizes(shape) or not _sizes(strides) or len(shape) != len(strides):
-            raise CheckpointError(f"{self._path}: a tensor that is none: {value.args!r:.200}")
+        if not right or not is_dims(shape) or not is_dims(strides) or len(shape) != len(strides):
+            raise CheckpointError(f"{self._path}: a tensor whose storage, offset, shape or strides are none")
         expected = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         numel = math.prod(shape)
         if any(size > 1 and a != b for size, a, b in zip(shape, strides, expected, strict=True)):
@@ -120,6 +121,16 @@ class Archive:
                 f"{self._path}: a tensor of {shape} at {offset} in a storage of {size} bytes"
             )
         return ArchiveTensor(storage.dtype, tuple(shape), self._begin + first + offset * item)
+
+    def number(self, value: Any) -> float | None:
+        """A number of the value, or the element of a tensor that has one; None for what is neither."""
+        if type(value) in (int, float):
+            return value  # type: ignore[no-any-return]
+        tensor = self.tensor(value)
+        if tensor is None or math.prod(tensor.shape) != 1 or tensor.dtype not in _NUMBERS:
+            return None
+        data = read_exactly(self._fd, self._path, tensor.begin, ITEM_BYTES[tensor.dtype])
+        return float(struct.unpack(_NUMBERS[tensor.dtype], data)[0])
 
     def _listed(self) -> dict[str, zipfile.ZipInfo]:
         part = io.BufferedReader(_Part(self._fd, self._begin, self._size))
@@ -176,11 +187,12 @@ class Archive:
         right = isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"
         kind = getattr(pid[1], "path", "") if right else ""
         if kind not in STORAGES or not isinstance(pid[2], str) or not _KEY.fullmatch(pid[2]):
-            raise CheckpointError(f"{self._path}: storage {pid!r:.200} is not read")
+            raise CheckpointError(f"{self._path}: a storage of {kind or 'no type'!r:.80}, which is not read")
         return Storage(pid[2], STORAGES[kind], pid[4])
 
 
-def _sizes(value: Any) -> bool:
+def is_dims(value: Any) -> TypeGuard[Dims]:
+    """Whether a value of a pickle is a shape, or an offset."""
     return (
-        isinstance(value, tuple) and len(value) <= 16 and all(type(one) is int and one >= 0 for one in value)
+        isinstance(value, tuple) and len(value) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in value)
     )

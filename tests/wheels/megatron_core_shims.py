@@ -28,6 +28,7 @@ torch.cuda.synchronize = lambda device=None: None
 torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
 CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()

@@ -118,6 +118,17 @@ def opened(file, path):
     return archive.tensor(archive.value["w"])
 
 
+# As megatron-core 0.16.1 leaves them (tests/wheels reads its own).
+OPTIMIZER = {
+    "state": {"common_step": torch.tensor(7.0)},
+    "param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 1.0}],
+}
+SCHEDULER = {
+    "max_lr": 0.01, "lr_warmup_steps": 8, "num_steps": 56, "lr_decay_style": "cosine", "lr_decay_steps": 80,
+    "min_lr": 0.001, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 80,
+}  # fmt: skip
+
+
 def save_torch_dist(folder, tensors, common):
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     torch.save(common, folder / "common.pt")
@@ -126,7 +137,8 @@ def save_torch_dist(folder, tensors, common):
 def test_torch_dist_by_both_spellings_and_fused_norms(tmp_path):
     """The layer as first dim, or in the name; a norm inside the linear layer behind it."""
     qkv, norm = torch.randn(3, 8, 4), torch.randn(3, 4)
-    common = {"args": argparse.Namespace(num_layers=3), "iteration": 7}
+    common = {"args": argparse.Namespace(num_layers=3), "iteration": 7, "optimizer": OPTIMIZER,
+              "opt_param_scheduler": SCHEDULER}  # fmt: skip
     homogeneous = {
         "decoder.layers.self_attention.linear_qkv.weight": qkv,
         "decoder.layers.self_attention.linear_qkv.layer_norm_weight": norm,
@@ -150,6 +162,10 @@ def test_torch_dist_by_both_spellings_and_fused_norms(tmp_path):
         for n in range(3):
             name = f"optimizer.exp_avg.decoder.layers.{n}.self_attention.linear_qkv.weight"
             assert torch.equal(reader.read(name), qkv[n] * 2)
+    assert states.state["optimizer"] == {"optimizer": "adam", "num_steps": 7}
+    assert states.state["scheduler"]["samples"] == 56
+    assert states.state["scheduler"]["schedule"]["warmup_samples"] == 8
+    assert states.state["scaler"] == {"scale": 1.0}
 
 
 def test_torch_dist_refuses_flat_buckets_and_strange_paths(tmp_path):
