@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -26,6 +27,7 @@ import runpy
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -71,8 +73,11 @@ def command(
     flags: Sequence[str], *, ranks: int = 1, script: str = GPT, launcher: Sequence[str] = ()
 ) -> list[str]:
     """The launch line. launcher: more flags for torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *launcher]
-    return [sys.executable, *(torchrun if ranks > 1 else []), str(ROOT / script), *map(str, flags)]
+    words = [str(ROOT / script), *map(str, flags)]
+    if ranks > 1:
+        torchrun = importlib.import_module("torch.distributed.run").__file__  # here, so that no fork has to
+        words = [torchrun, "--standalone", "--nproc-per-node", str(ranks), *launcher, *words]
+    return [sys.executable, *words]
 
 
 def _forked_python(
@@ -82,7 +87,11 @@ def _forked_python(
     script = next(at for at, word in enumerate(words) if word.endswith(".py"))
 
     def become_it() -> None:
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as a new program; what Popen waits for is one of them
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # the folder's own
+                # As a new program; what Popen waits for is one of them. Files stay: pytest's are written by loggers.
+                if fd > 2 and not stat.S_ISREG(os.fstat(fd).st_mode):
+                    os.close(fd)
         warm_ranks()
         become(list(words[script:]), None, cwd, env, dies_with_parent=False)
 
@@ -279,9 +288,13 @@ def forked(
 ) -> Iterator[Ranks]:
     """A forked run under way; none of its processes outlives the block. rank_env: variables of one rank only. terminal:
     what all ranks write to in place of the file."""
-    import torch._dynamo  # noqa: F401 - here, so that no rank has to: torch's optimizers import their compiler
+    # Here, so that no rank has to: torch's optimizers import their compiler, and a parser knows 900 flags.
+    import torch._dynamo  # noqa: F401
 
     import megatron.training.run.training  # noqa: F401
+    from megatron.training.config.flag_table import flag_table
+
+    flag_table()
 
     sys.stdout.flush()
     sys.stderr.flush()

@@ -28,14 +28,16 @@ RESUMES = "saved at iteration {0} (ck/iter_{0:07d}), the same line resumes"
 
 
 class Launched:
-    """`python tools/launch.py` in a fork of this process, which has torch already; its ranks are processes of their
-    own. terminal: what it writes to."""
+    """`python tools/launch.py` in a fork of this process, which has torch already; so have its ranks, but for those of
+    a launcher that is not `warm`. terminal: what it writes to."""
 
-    def __init__(self, folder, words, output, script=ROOT / "tools" / "launch.py", **variables):
+    def __init__(self, folder, words, output, script=ROOT / "tools" / "launch.py", warm=True, **variables):
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            if warm:
+                launch.warm_ranks()
             argv = [str(script), *map(str, words)]
             launch.become(
                 argv, output, folder, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **variables}
@@ -215,7 +217,7 @@ def test_sigusr1_to_torchrun_alone_saves(tmp_path):
     """torchrun does not know the signal and is ended by it: its ranks save and end by themselves."""
     (tmp_path / "output").write_text("")
     words = ["--standalone", "--nproc-per-node", "1", ROOT / launch.GPT, *ENDLESS]
-    run = Launched(tmp_path, words, tmp_path / "output", script=torch.distributed.run.__file__)
+    run = Launched(tmp_path, words, tmp_path / "output", torch.distributed.run.__file__, warm=False)
     output = lambda: (tmp_path / "output").read_text()  # noqa: E731
     while " 5/" not in output():
         assert run.alive(), output()

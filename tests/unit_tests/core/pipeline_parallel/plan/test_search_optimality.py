@@ -63,6 +63,8 @@ CASES = [
     (V_SHAPED, 3, 2, (1, 2, 3)),
     (V_SHAPED, 3, 3, (1, 2, 3)),
 ]
+# Of them those whose placement and ranks are in a shorter case too.
+LONG = ((LINEAR, 2, 5), (LINEAR, 3, 6), (V_SHAPED, 3, 3))
 # (placement, ranks, microbatches, costs, limit) -> cost of the search, cost of the optimum.
 GAPS = {
     (V_SHAPED, 2, 3, "comm", 1.5): (37.0, 36.0),
@@ -89,7 +91,10 @@ def compare(placement, m, costs, limits):
     return cost, best
 
 
-@pytest.mark.parametrize(("kind", "p", "m", "wholes"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "p", "m", "wholes"),
+    [pytest.param(*case, marks=[pytest.mark.full] * (case[:3] in LONG)) for case in CASES],
+)
 def test_the_search_finds_the_optimum(kind, p, m, wholes):
     placement = Placement(kind, p, 2 if kind == V_SHAPED else 1)
     for name in NAMES:
@@ -158,7 +163,9 @@ def random_problem(rng, shares=(0, 0.3, 1)):
     return placement, rng.choice(lengths), costs, limits
 
 
-@pytest.mark.parametrize("seeds", [range(20), range(20, 40), range(40, 52)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(20, 40), marks=pytest.mark.full), range(40, 52)], ids=str
+)
 def test_the_search_finds_the_optimum_of_uneven_problems(seeds):
     for seed in seeds:
         growing = {"shares": (0.3, 1.3, 2.5)} if seed >= 40 else {}
