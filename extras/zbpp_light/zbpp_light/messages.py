@@ -1,4 +1,4 @@
-"""Activations and their gradients between a stage and one beside it: receives posted ahead, sends nobody waits for."""
+"""Activations and gradients between a stage and one beside it: receives posted ahead, sends nobody waits for."""
 
 from __future__ import annotations
 
@@ -17,36 +17,35 @@ AHEAD = 2  # receives that are posted before anybody needs them
 class Neighbour:
     """One end of all messages of a step between two stages.
 
-    peer: the other end's global rank. order: all messages by their planned time, the same at both ends, which post them
-    in this order: with NCCL the messages of two ranks have one queue, and an end must not stand in it before the other
-    gets to it. sends: F or B, this end's. delivered: by microbatch received, how many of this end's messages its
-    sender had received before. buffer: a tensor to receive into.
+    peer: the other end's global rank. sends: F or B, what this end sends. order: all messages by their planned time.
+    Both ends post them in this order: with NCCL two ranks have one queue, and none may stand in it before the other
+    gets to it. delivered: by microbatch received, how many of this end's messages its sender had received before it.
+    buffer: makes a tensor to receive into.
     """
 
     def __init__(
         self,
         peer: int,
-        group: dist.ProcessGroup,
-        order: Sequence[Op],
+        group: Any,
         sends: str,
+        order: Sequence[Op],
         delivered: Sequence[int],
         buffer: Callable[[], Tensor],
     ) -> None:
-        self._peer, self._group, self._order, self._sends = peer, group, order, sends
-        self._delivered, self._buffer = delivered, buffer
-        self._place = 0  # in the order: what is posted next
+        self._peer, self._group, self._sends = peer, group, sends
+        self._left, self._delivered, self._buffer = deque(order), delivered, buffer
         self._posted: dict[int, tuple[Tensor, Any]] = {}
         self._sent: deque[tuple[Tensor, Any]] = deque()
         self._released = 0
         self._post_ahead()
 
     def send(self, microbatch: int, tensor: Tensor) -> None:
-        """Begins to send a tensor, which stays as it is until it has come."""
-        self._post_until((self._sends, microbatch))
-        self._place += 1
+        """Begins to send a tensor, and keeps it until it has come."""
+        while self._left[0] != (self._sends, microbatch):
+            self._post()
+        self._left.popleft()
         tensor = tensor.detach().contiguous()
-        work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag(self._sends, microbatch))
-        self._sent.append((tensor, work))
+        self._sent.append((tensor, dist.isend(tensor, self._peer, self._group, _tag(self._sends, microbatch))))
         self._post_ahead()
 
     def receive(self, microbatch: int) -> Tensor:
@@ -61,40 +60,25 @@ class Neighbour:
 
     def finish(self) -> None:
         """All messages have come, behind the last operation of a step."""
-        assert self._place == len(self._order), (self._place, len(self._order))
+        assert not self._left and not self._posted, (self._left, self._posted)
         self._release(self._released + len(self._sent))
 
     def _post_ahead(self) -> None:
-        while (
-            len(self._posted) < AHEAD
-            and self._place < len(self._order)
-            and self._order[self._place][0] != self._sends
-        ):
-            self._post()
-
-    def _post_until(self, message: Op) -> None:
-        while self._order[self._place] != message:
+        while len(self._posted) < AHEAD and self._left and self._left[0][0] != self._sends:
             self._post()
 
     def _post(self) -> None:
-        kind, microbatch = self._order[self._place]
-        assert kind != self._sends, (
-            kind,
-            microbatch,
-            "is sent by this end: the plan's order is not that of its times",
-        )
-        self._place += 1
+        kind, microbatch = self._left.popleft()
+        assert kind != self._sends, f"{kind}{microbatch} is this end's to send: the order is not that of its row"
         tensor = self._buffer()
-        work = dist.irecv(tensor, self._peer, group=self._group, tag=self._tag(kind, microbatch))
-        self._posted[microbatch] = tensor, work
+        self._posted[microbatch] = tensor, dist.irecv(tensor, self._peer, self._group, _tag(kind, microbatch))
 
     def _release(self, count: int) -> None:
-        """Lets go of the first so many messages, which have come: waiting for them takes no time."""
+        """Lets go of the first so many, which have come: waiting for them takes no time."""
         while self._released < count:
-            _, work = self._sent.popleft()
-            work.wait()
+            self._sent.popleft()[1].wait()
             self._released += 1
 
-    @staticmethod
-    def _tag(kind: str, microbatch: int) -> int:
-        return 2 * microbatch + (kind == B)
+
+def _tag(kind: str, microbatch: int) -> int:
+    return 2 * microbatch + (kind == B)

@@ -1,4 +1,4 @@
-"""Schedules as data: a row of operations for each stage, checked and timed. Pure.
+"""Schedules as data: a row of operations for each stage, made, checked and timed. Pure.
 
 F is a forward, B a backward with respect to the input, W with respect to the weights, BW both (arXiv 2401.10241).
 """
@@ -21,30 +21,26 @@ _DEPTHS: dict[str, Callable[[int, int], tuple[int, int | None]]] = {
     "zb-h1": lambda stage, stages: (stages - stage, stage),
     "zb-h2": lambda stage, stages: (2 * (stages - stage) - 1, 2 * stage),
 }
-NAMES = tuple(sorted(_DEPTHS))
-SEARCHED = ("zb-1p", "zb-2p")  # ours to make, as files
+NAMES, SEARCHED = tuple(_DEPTHS), ("zb-1p", "zb-2p")
 
 
-def known(schedule: str) -> str:
-    """The name, if it is one of `NAMES`. Raises ValueError with the nearest of them, or with how to make a file."""
-    if schedule in _DEPTHS:
-        return schedule
+def known(schedule: str) -> None:
+    """Raises ValueError for a name not in `NAMES`, with the nearest, or with how to save a plan of that name."""
     if schedule in SEARCHED:
         raise ValueError(
             f"{schedule} is searched for, not made here: save it by `python tools/show_schedule.py --schedule {schedule} "
-            f"--stages P --microbatches M --format plan > FILE` of Megatron-Zero, and give plan=FILE"
+            "--stages P --microbatches M --format plan > FILE` of Megatron-Zero, and give plan=FILE"
         )
-    nearest = difflib.get_close_matches(str(schedule), (*NAMES, *SEARCHED), n=1, cutoff=0)[0]
-    raise ValueError(
-        f"no schedule {schedule!r}: did you mean {nearest}? There are {', '.join(NAMES)}, and plan=FILE"
-    )
+    if schedule not in NAMES:
+        nearest = difflib.get_close_matches(str(schedule), (*NAMES, *SEARCHED), n=1, cutoff=0)[0]
+        raise ValueError(
+            f"no schedule {schedule!r}: did you mean {nearest}? There are {', '.join(NAMES)}, and plan=FILE"
+        )
 
 
 def make(schedule: str, stages: int, microbatches: int) -> Rows:
-    """The rows of one of `NAMES`. Stages of fewer microbatches than they would run ahead run all of them ahead."""
-    assert stages >= 1, stages
-    assert microbatches >= 1, microbatches
-    depths = _DEPTHS[known(schedule)]
+    """The rows of one of `NAMES`. A stage with fewer microbatches than it would run ahead runs all of them ahead."""
+    depths = _DEPTHS[schedule]
     return tuple(_row(microbatches, *depths(stage, stages)) for stage in range(stages))
 
 
@@ -68,27 +64,27 @@ def check(rows: Rows, microbatches: int) -> None:
     for stage, row in enumerate(rows):
         done = {F: 0, B: 0, W: 0}
         for kind, microbatch in row:
-            needs = {F: None, B: F, W: B, BW: F}[kind]
-            if needs is not None and done[needs] <= microbatch:
-                raise ValueError(f"stage {stage}: {kind}{microbatch} stands before {needs}{microbatch}")
             for part in (B, W) if kind == BW else (kind,):
-                if done[part] != microbatch:
+                if done[part] != microbatch or microbatch >= microbatches:
                     raise ValueError(
-                        f"stage {stage}: {kind}{microbatch} where {part}{done[part]} is due: each F, B and W of "
-                        f"{microbatches} microbatches stands once, in order, or gradients would not have 1F1B's bits"
+                        f"stage {stage}: {kind}{microbatch} where {part}{done[part]} of {microbatches} is due: each F, B "
+                        "and W stands once, in order, or gradients would not have 1F1B's bits"
                     )
+                if part != F and done[F if part == B else B] <= microbatch:
+                    raise ValueError(f"stage {stage}: {kind}{microbatch} stands before what it needs")
                 done[part] += 1
-        for part, count in done.items():
-            if count != microbatches:
-                raise ValueError(
-                    f"stage {stage}: {count} of {part}, {microbatches} microbatches have {microbatches}"
-                )
+        if set(done.values()) != {microbatches}:
+            raise ValueError(
+                f"stage {stage} has {done[F]} F, {done[B]} B and {done[W]} W of {microbatches} microbatches"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """When operations end if F = B = W = 1 and messages take no time. ends: of F and B (BW too), by kind, stage and microbatch;
-    bubble: of the step, where ranks wait for each other between steps; bubble_apart: where they do not."""
+    """Of F = B = W = 1 and messages that take no time. ends: of F and B (BW, too), by kind, stage and microbatch.
+
+    bubble: of the step, where ranks wait for each other between steps; bubble_apart: where they do not.
+    """
 
     ends: dict[tuple[str, int, int], int]
     bubble: float
@@ -104,42 +100,36 @@ def timed(rows: Rows) -> Timing:
     while moved:
         moved = False
         for stage, row in enumerate(rows):
-            while places[stage] < len(row):
-                kind, microbatch = row[places[stage]]
+            for kind, microbatch in row[places[stage] :]:
                 direction = B if kind == BW else kind
                 source = stage + {F: -1, B: 1, W: stages}[direction]
-                start = ends.get((direction, source, microbatch)) if 0 <= source < stages else 0
-                if start is None:
+                ready = ends.get((direction, source, microbatch)) if 0 <= source < stages else 0
+                if ready is None:
                     break
-                start = max(start, clocks[stage])
-                begins[stage] = begins[stage] if places[stage] else start
-                clocks[stage] = start + (2 if kind == BW else 1)
-                if direction != W:
-                    ends[direction, stage, microbatch] = clocks[stage]
+                begin = max(ready, clocks[stage])
+                begins[stage] = begins[stage] if places[stage] else begin
+                clocks[stage] = begin + (2 if kind == BW else 1)
+                ends[direction, stage, microbatch] = clocks[stage]
                 places[stage] += 1
                 moved = True
     for stage, row in enumerate(rows):
-        if places[stage] < len(row):
-            kind, microbatch = row[places[stage]]
+        for kind, microbatch in row[places[stage] :]:
             raise ValueError(f"stage {stage}: {kind}{microbatch} would wait for ever for the stage beside it")
     work = max(sum(2 if kind == BW else 1 for kind, _ in row) for row in rows)
-    apart = max(end - begin for begin, end in zip(begins, clocks, strict=True))
+    apart = max(end - begin for begin, end in zip(begins, clocks))
     return Timing(ends, 1 - work / max(clocks), 1 - work / apart)
 
 
 def between(timing: Timing, stage: int, microbatches: int) -> list[Op]:
     """All messages between a stage and the next by the time they are sent: activations as F, their gradients as B. What
     a stage sends before it takes a message stands before that message."""
-    sent = [
-        (timing.ends[kind, stage + (kind == B), microbatch], kind, microbatch)
-        for kind in (F, B)
-        for microbatch in range(microbatches)
-    ]
+    ends, both = timing.ends, ((F, stage), (B, stage + 1))
+    sent = [(ends[kind, sender, m], kind, m) for kind, sender in both for m in range(microbatches)]
     return [(kind, microbatch) for _, kind, microbatch in sorted(sent)]
 
 
 def done_before(row: Sequence[Op], kind: str, then: str) -> list[int]:
-    """By microbatch: how many operations of a kind stand before its operation of the kind `then`. B is BW, too."""
+    """By microbatch: how many operations of a kind stand before its operation of the kind `then`. BW is a B, too."""
     counts, count = [], 0
     for op in row:
         direction = B if op[0] == BW else op[0]
@@ -149,19 +139,10 @@ def done_before(row: Sequence[Op], kind: str, then: str) -> list[int]:
     return counts
 
 
-def most_waiting(row: Sequence[Op]) -> int:
-    """The most microbatches between their B and their W at a time."""
-    waiting = most = 0
+def most(row: Sequence[Op], begins: str, *ends: str) -> int:
+    """The most microbatches at a time that are between two kinds of operations: F, and B or BW; B, and W."""
+    count = highest = 0
     for kind, _ in row:
-        waiting += (kind == B) - (kind == W)
-        most = max(most, waiting)
-    return most
-
-
-def most_held(row: Sequence[Op]) -> int:
-    """The most microbatches between their F and their B at a time."""
-    held = most = 0
-    for kind, _ in row:
-        held += (kind == F) - (kind in (B, BW))
-        most = max(most, held)
-    return most
+        count += (kind == begins) - (kind in ends)
+        highest = max(highest, count)
+    return highest
