@@ -98,7 +98,9 @@ def load_model(directory: str, ckpt_step: int | None, device: str) -> tuple[GPTM
     )
     model.to_empty(device=device)
     weights = ((MODEL_PREFIX + name, weight.detach()) for name, weight in model.named_parameters())
-    load([LocalPiece(name, tuple(weight.shape), (0,) * weight.dim(), weight) for name, weight in weights])
+    load(
+        [LocalPiece(name, tuple(weight.shape), (0,) * weight.dim(), weight) for name, weight in weights], None
+    )
     return model.eval(), config
 
 

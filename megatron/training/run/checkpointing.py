@@ -275,8 +275,9 @@ def _check_optimizer(found: Found, wanted: bool) -> None:
 
 def load_for_inference(
     load_dir: str, ckpt_step: int | None = None
-) -> tuple[dict[str, Any], Callable[[Sequence[LocalPiece]], None]]:
-    """The saved flat configuration, and a function that fills a model's pieces: one process, no group, no optimizer.
+) -> tuple[dict[str, Any], Callable[[Sequence[LocalPiece], ParallelState | None], None]]:
+    """The saved flat configuration, and a function that fills a model's pieces, without an optimizer: of one process,
+    or of all ranks of its second argument, over which it communicates.
 
     Raises CheckpointError when the folder holds no valid checkpoint.
     """
@@ -284,9 +285,9 @@ def load_for_inference(
     if (found := choice.found) is None:
         raise CheckpointError("; ".join(choice.notes))
 
-    def load(pieces: Sequence[LocalPiece]) -> None:
-        load_pieces(found, pieces, prefixes=(MODEL_PREFIX,))
-        _refuse_nonfinite(found, pieces)
+    def load(pieces: Sequence[LocalPiece], ps: ParallelState | None = None) -> None:
+        load_pieces(found, pieces, ps, prefixes=(MODEL_PREFIX,))
+        _refuse_nonfinite(found, pieces, ps)
 
     config = catalog.config_of(found, check_config)
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
