@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -197,6 +198,8 @@ def run(args: argparse.Namespace, env: LaunchEnv) -> None:
     if args.tasks is not None:
         from tools.evaluation.harness import require_harness
 
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            os.environ[name] = "1"  # data comes from this machine alone; read when the packages are imported
         require_harness()
     ps = join_ranks(args, env)
 

@@ -24,7 +24,7 @@ class Document:
     where: str
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """inputs, and of each the token that follows it."""
 
     inputs: Sequence[int]
@@ -97,17 +97,17 @@ def _bytes_of(ids: list[int], tokenizer: Tokenizer | None) -> Callable[[], int |
     return count
 
 
-def windows(document: Document, length: int) -> Iterator[Window]:
+def windows(document: Document, length: int) -> Iterator[TextWindow]:
     """Windows of `length` inputs, the last of what is left. Each token but the first is a target once."""
     ids = document.ids
     for begin in range(0, len(ids) - 1, length):
         end = min(begin + length, len(ids) - 1)
-        yield Window(ids[begin:end], ids[begin + 1 : end + 1])
+        yield TextWindow(ids[begin:end], ids[begin + 1 : end + 1])
 
 
-def batches(of: Iterable[Window], size: int) -> Iterator[list[Window]]:
+def batches(of: Iterable[TextWindow], size: int) -> Iterator[list[TextWindow]]:
     """`size` windows each, the last of what is left."""
-    batch: list[Window] = []
+    batch: list[TextWindow] = []
     for window in of:
         batch.append(window)
         if len(batch) == size:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import sys
 from typing import Any
 
@@ -16,9 +15,7 @@ from tools.evaluation.scorer import Scorer
 
 
 def require_harness() -> None:
-    """Raises MissingPackageError with the pip line. Data sets then come from this machine alone."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ[name] = "1"  # read when the packages are imported
+    """Raises MissingPackageError with the pip line."""
     require("lm_eval", "eval")
 
 
@@ -71,9 +68,10 @@ def _task_manager(names: list[str], include_path: str | None) -> Any:
             repr(name) + "".join(f" (nearest: {one})" for one in found)
             for name, found in zip(unknown, near, strict=True)
         ]
-        where = f" and in {include_path}" if include_path else ": give --include-path for tasks of your own"
+        where = f" and of {include_path}" if include_path else ""
         raise ValueError(
-            f"--tasks: not among the {counted(len(known), 'task')} of lm-evaluation-harness{where}: {', '.join(told)}"
+            f"--tasks: {', '.join(told)}: not among the {counted(len(known), 'task')} of lm-evaluation-harness{where}"
+            + ("" if include_path else "; --include-path names a folder with tasks of your own")
         )
     return manager
 

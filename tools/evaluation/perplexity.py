@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.words import counted
-from tools.evaluation.documents import Document, Window, batches, windows
+from tools.evaluation.documents import Document, TextWindow, batches, windows
 from tools.evaluation.scorer import Scorer
 
 _EVERY_S = 5.0  # between two lines on progress
@@ -47,7 +47,7 @@ class _Reader:
         self._documents, self._vocab_size, self._rank, self._ranks = documents, vocab_size, rank, ranks
         self.documents, self.bytes, self.known = 0, 0, True
 
-    def windows(self, length: int) -> Iterator[Window]:
+    def windows(self, length: int) -> Iterator[TextWindow]:
         for document in self._documents:
             if (
                 len(document.ids)
