@@ -38,6 +38,7 @@ COMMANDS = {
     ),
     "report": Command("tools/report.py", "write one HTML page about a run"),
     "generate": Command("tools/generate.py", "write text with a trained checkpoint"),
+    "evaluate": Command("tools/evaluate.py", "say how well a model predicts text, or does in tasks"),
 }
 
 _HELP = ("-h", "--help", "help")

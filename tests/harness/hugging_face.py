@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import tokenizers
 import torch
 import transformers
 
@@ -39,12 +40,17 @@ TOYS = {
     "phi3": ("phi3", {**_SIZES, "sliding_window": None, "original_max_position_embeddings": POSITIONS}),
 }
 
+# A vocabulary that tensor parallel ranks do not divide; `save_character_tokenizer` has it.
+ODD = {
+    "odd": ("llama", {**_SIZES, "vocab_size": 101, "num_key_value_heads": 4, "max_position_embeddings": 64})
+}
 
-def toy_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, layers: int = 2, vocab: int = VOCAB):
+
+def toy_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, layers: int = 2, vocab: int | None = None):
     """A Hugging Face model with random weights, norms and biases among them."""
-    model_type, sizes = TOYS[name]
+    model_type, sizes = {**TOYS, **ODD}[name]
     depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
-    sizes = {**sizes, depth: layers, "vocab_size": vocab}
+    sizes = {**sizes, depth: layers, "vocab_size": vocab or sizes["vocab_size"]}
     config = transformers.AutoConfig.for_model(model_type, **sizes, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -59,6 +65,24 @@ def saved_toy(name: str, folder: Path, dtype: torch.dtype = torch.float32, **opt
     model = toy_model(name, dtype)
     model.save_pretrained(folder, **options)
     return model
+
+
+CHARACTERS = [*map(chr, range(0x20, 0x7F)), "\n", "\u00e9", "\u00df", "<unk>", "<s>", "</s>"]
+
+
+def save_character_tokenizer(folder: Path) -> None:
+    """A tokenizer.json of 101 ids, a character each, that begins texts with <s>."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(
+            {text: number for number, text in enumerate(CHARACTERS)}, unk_token="<unk>"
+        )
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens(CHARACTERS[-3:])
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 99)])
+    roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **roles).save_pretrained(folder)
 
 
 def our_model(folder: Path, dtype: torch.dtype = torch.float32, padding: int = 0) -> GPTModel:

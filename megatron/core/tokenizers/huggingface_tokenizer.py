@@ -29,6 +29,9 @@ class _Backend(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def tokenize_whole(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=True).ids
+
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
@@ -67,7 +70,9 @@ class HuggingFaceTokenizer(_Backend):
         self.eod = int(ends[0])
         ids = (backend.token_to_id(roles[role]) for role in SPECIAL_ROLES if role in roles)
         self.special_ids = frozenset({self.eod, *(i for i in ids if i is not None)})
-        self.pad = backend.token_to_id(roles["pad_token"]) if "pad_token" in roles else None
+        self.bos, self.pad = (
+            backend.token_to_id(roles[role]) if role in roles else None for role in ("bos_token", "pad_token")
+        )
 
 
 class GPT2BPETokenizer(_Backend):

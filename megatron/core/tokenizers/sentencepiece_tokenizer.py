@@ -24,14 +24,14 @@ class GPTSentencePieceTokenizer(Tokenizer):
             raise TokenizerError(f"--tokenizer-model {path}: not a SentencePiece model: {error}") from error
         self.content = content_digest(data)
         self.vocab_size = int(self.model.vocab_size())
-        self.pad = int(self.model.pad_id()) if self.model.pad_id() >= 0 else None
-        self.bos = int(self.model.bos_id())
+        ends = int(self.model.pad_id()), int(self.model.bos_id())
+        self.pad, self.bos = (one if one >= 0 else None for one in ends)
         self._add_special_tokens()
         if self.eod < 0:
             told = "the model has no end-of-sentence token to end documents"
             raise TokenizerError(f"--tokenizer-model {path}: {told}")
         ids = {self.eod, self.bos, int(self.model.eos_id()), int(self.model.unk_id()), *self.special_ids}
-        self.special_ids = frozenset(i for i in ids if i >= 0)
+        self.special_ids = frozenset(i for i in ids if i is not None and i >= 0)
 
     def _add_special_tokens(self) -> None:
         self.eod = int(self.model.eos_id())
@@ -47,7 +47,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """Like the model, with its begin-of-sentence id before each text."""
 
     def tokenize(self, text: str) -> list[int]:
-        return self.model.encode(text, add_bos=self.bos >= 0)
+        return self.model.encode(text, add_bos=self.bos is not None)
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):

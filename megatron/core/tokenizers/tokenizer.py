@@ -25,13 +25,14 @@ class Tokenizer(abc.ABC):
     """Text to ids and back. Named as its class, by `--tokenizer-type`, and made from a `TokenizerConfig`.
 
     vocab_size: ids are below it.  eod: ends a document.
-    pad: fills up samples, None where the vocabulary has no such token.
+    bos, pad: begins a text, fills up samples; None where the vocabulary has no such token.
     special_ids: ids of all special tokens but `pad`; a `pad` among them is no padding (`gpt_samples.pad_id`).
     content: what else decides on ids, such as a digest of the files; part of `identity`.
     """
 
     vocab_size: int
     eod: int
+    bos: int | None = None
     pad: int | None = None
     special_ids: frozenset[int] = frozenset()
     content: str = ""
@@ -39,6 +40,10 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text; no end of document is added."""
+
+    def tokenize_whole(self, text: str) -> list[int]:
+        """The same with the special tokens that the tokenizer's own files put around a text."""
+        return self.tokenize(text)
 
     @abc.abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:

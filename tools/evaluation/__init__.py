@@ -1,0 +1,1 @@
+"""What tools/evaluate.py is made of."""

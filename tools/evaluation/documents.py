@@ -1,0 +1,117 @@
+"""Documents to evaluate a model on, and the windows that they are cut into."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from megatron.core import safe_files
+from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
+from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer
+
+MAX_TEXT_BYTES = 1 << 32  # of a file that is one document
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """ids: its tokens. num_bytes: of its text in UTF-8, counted when it is asked for; None where they are not known.
+    where: for messages."""
+
+    ids: Sequence[int]
+    num_bytes: Callable[[], int | None]
+    where: str
+
+
+class TextWindow(NamedTuple):
+    """inputs, and of each the token that follows it."""
+
+    inputs: Sequence[int]
+    targets: Sequence[int]
+
+
+def of_texts(files: Sequence[str], tokenizer: Tokenizer, first: Sequence[int] = ()) -> Iterator[Document]:
+    """Of a .jsonl file a document a line, in its field "text"; of any other file one. first: ids before each, which
+    no tokenizer has put there already. Raises ValueError."""
+    for file in files:
+        for where, text in _texts(file):
+            try:
+                ids = tokenizer.tokenize(text)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            ids = ids if list(first) == ids[: len(first)] else [*first, *ids]
+            yield Document(ids, lambda text=text: len(text.encode()), where)  # type: ignore[misc]
+
+
+def _texts(file: str) -> Iterator[tuple[str, str]]:
+    try:
+        if not file.endswith(".jsonl"):
+            yield file, safe_files.read_text(file, max_bytes=MAX_TEXT_BYTES, follow=True)
+            return
+        with safe_files.opened(file, follow=True) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{file}:{number}", _text_of(line, f"{file}:{number}")
+    except OSError as error:
+        raise ValueError(f"--text {file}: {error.strerror}") from error
+
+
+def _text_of(line: bytes, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{where}: nested too deeply") from None
+    except ValueError as error:  # UnicodeDecodeError among them
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: expected a JSON object with text in the field "text"')
+    return text
+
+
+def of_corpora(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[Document]:
+    """Documents of tokenized corpora, by their index. Raises DataError."""
+    for prefix in prefixes:
+        with IndexedDataset(prefix) as corpus:
+            first, starts = corpus.index.boundaries, corpus.index.starts
+            for number in range(corpus.num_documents):
+                begin, end = int(starts[first[number]]), int(starts[first[number + 1]])
+                ids = corpus.read_tokens(begin, end - begin).tolist()
+                yield Document(ids, _bytes_of(ids, tokenizer), f"{prefix}: document {number}")
+
+
+def _bytes_of(ids: list[int], tokenizer: Tokenizer | None) -> Callable[[], int | None]:
+    """Of the text that these ids are exactly the tokens of, between a begin and an end of it."""
+
+    def count() -> int | None:
+        if tokenizer is None or isinstance(tokenizer, NullTokenizer):
+            return None
+        own = ids[1:] if ids[:1] == [tokenizer.bos] else ids
+        own = own[:-1] if own[-1:] == [tokenizer.eod] else own
+        if not tokenizer.special_ids.isdisjoint(own) or max(own, default=0) >= tokenizer.vocab_size:
+            return None
+        text = tokenizer.detokenize(own)
+        return len(text.encode()) if tokenizer.tokenize(text) in (own, [tokenizer.bos, *own]) else None
+
+    return count
+
+
+def windows(document: Document, length: int) -> Iterator[TextWindow]:
+    """Windows of `length` inputs, the last of what is left. Each token but the first is a target once."""
+    ids = document.ids
+    for begin in range(0, len(ids) - 1, length):
+        end = min(begin + length, len(ids) - 1)
+        yield TextWindow(ids[begin:end], ids[begin + 1 : end + 1])
+
+
+def batches(of: Iterable[TextWindow], size: int) -> Iterator[list[TextWindow]]:
+    """`size` windows each, the last of what is left."""
+    batch: list[TextWindow] = []
+    for window in of:
+        batch.append(window)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,107 @@
+"""A checkpoint's model for tools that only run it forwards: whole, or this rank's part under TP, PP and DP ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.transport.rank_grid import dense_grid
+from megatron.core.words import counted
+from megatron.training.config.config import Config
+from megatron.training.config.launch_env import LaunchEnv
+
+if TYPE_CHECKING:  # torch comes once the line is known to be right
+    from megatron.core.dist_checkpointing.state import LocalPiece
+    from megatron.core.models.gpt.gpt import GPTModel
+    from megatron.core.transport.parallel_state import ParallelState
+
+Load = Callable[["Sequence[LocalPiece]", "ParallelState | None"], None]
+
+
+def add_rank_flags(parser: argparse.ArgumentParser) -> None:
+    """How the ranks of a launch share the model."""
+    for axis in ("tensor", "pipeline"):
+        parser.add_argument(
+            f"--{axis}-model-parallel-size", type=int, default=1, metavar="N", help="under torchrun"
+        )
+
+
+def rank_problems(args: argparse.Namespace, env: LaunchEnv) -> list[str]:
+    """What is wrong with them."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    if min(tp, pp) >= 1 and env.world_size % (tp * pp) == 0:
+        return []
+    return [
+        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} do not divide "
+        f"{counted(env.world_size, 'rank')}: start a multiple of that many with torchrun --nproc-per-node N"
+    ]
+
+
+def open_checkpoint(directory: str, ckpt_step: int | None) -> tuple[Config, Load]:
+    """The model's whole configuration, and what fills pieces of it. Raises CheckpointError."""
+    from megatron.training.run.checkpointing import load_for_inference
+
+    values, load = load_for_inference(directory, ckpt_step)
+    config = Config.from_flat(values)
+    if config.model.padded_vocab_size is None:
+        raise CheckpointError(
+            f"{directory}: no padded_vocab_size in its configuration: not made by this trainer"
+        )
+    return config, load
+
+
+def filled_model(config: Config, load: Load, ps: ParallelState) -> GPTModel:
+    """The model of `open_checkpoint`, this rank's part: equal numbers of layers a stage, as far as they go.
+
+    Communicates over the world. Raises CheckpointError on all ranks alike; ValueError where sizes do not divide.
+    """
+    import torch
+
+    from megatron.core.dist_checkpointing.state import pieces_of
+    from megatron.core.models.gpt.gpt import GPTModel
+    from megatron.core.tensor_parallel.mappings import TensorParallel
+    from megatron.training.run.checkpointing import MODEL_PREFIX
+
+    layers, vocabulary = config.model.num_layers, config.model.padded_vocab_size
+    stage, stages = ps.pp_rank, ps.pp_size
+    assert vocabulary is not None, "open_checkpoint refuses such a configuration"
+    if layers < stages:
+        raise ValueError(f"--pipeline-model-parallel-size {stages}: the model has {counted(layers, 'layer')}")
+    model = GPTModel(
+        config.model,
+        padded_vocab_size=vocabulary,
+        seed=config.training.seed,
+        params_dtype=getattr(torch, config.params_dtype),
+        device="meta",
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        layers=range(layers * stage // stages, layers * (stage + 1) // stages),
+        tp=TensorParallel.of(ps, False),
+    )
+    model.to_empty(device=ps.device.torch_device)
+    prefix = MODEL_PREFIX.removesuffix(".")
+    named = model.named_parameters()
+    load([piece for name, weight in named for piece in pieces_of(prefix, model.param_meta[name], weight)], ps)
+    return model.eval()
+
+
+def join_ranks(args: argparse.Namespace, env: LaunchEnv) -> ParallelState:
+    """This rank among those of the launch, on `--device`. Communicates over the world. Raises PeerLostError."""
+    import torch
+
+    from megatron.core import device
+    from megatron.core.transport import parallel_state
+    from megatron.training.guard.rendezvous import open_store
+
+    where = torch.device(args.device)
+    kind: device.DeviceKind = "cuda" if where.type == "cuda" else "cpu"
+    if env.world_size == 1:
+        return parallel_state.single_process(device.Device(kind, where.index or 0))
+    here = device.current_device(env.local_rank, kind=kind)
+    device.set_threads(env.local_world_size)
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    store = open_store(env, parallel_state.DEFAULT_TIMEOUT)
+    parallel_state.init_process_group(here, rank=env.rank, world_size=env.world_size, store=store)
+    return parallel_state.make_parallel_state(dense_grid(env.world_size, tp=tp, pp=pp), here)
