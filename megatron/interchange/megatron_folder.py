@@ -52,13 +52,15 @@ class _Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MegatronSource:
-    """A `Source` of Megatron's tensors under our names. args: its launch's settings, JSON values."""
+    """A `Source` of Megatron's tensors under our names. args: its launch's settings, JSON values. state: what belongs
+    to its optimizer's tensors, as sections of the `common` of a checkpoint of ours; empty where those are left."""
 
     directory: Path
     described_in: Path
     tensors: Mapping[str, MappedTensor]
     args: Mapping[str, Any]
     iteration: int
+    state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     follows_links: bool = False
 
     @property

@@ -35,7 +35,7 @@ class _Shard(NamedTuple):
     dtypes: dict[str, str]
 
 
-def open_torch(directory: Path) -> MegatronSource:
+def open_torch(directory: Path, *, optimizer: bool = False) -> MegatronSource:
     """One checkpoint's directory of `--ckpt-format torch`: any tensor and pipeline parallel sizes, virtual pipelines.
 
     Weights alone: optimizer states there are flat, in the layout of the run that wrote them. Raises CheckpointError.
