@@ -129,7 +129,7 @@ def open_megatron(root: Path, ckpt_step: int | None = None, *, optimizer: bool =
         raise CheckpointError(f"{directory}: missing, of the checkpoints in {root}")
     if (directory / METADATA).exists():
         return open_torch_dist(directory, optimizer=optimizer)
-    return open_torch(directory)
+    return open_torch(directory, optimizer=optimizer)
 
 
 def megatron_settings(source: MegatronSource) -> dict[str, Any]:
@@ -169,6 +169,7 @@ def _megatron(source: MegatronSource) -> Foreign:
     }
     common = {
         **counters,
+        **source.state,
         "train_state": state,
         "nan_policy": {"consecutive_skips": 0},
         "config": megatron_settings(source),

@@ -46,7 +46,9 @@ ODD = {
 }
 
 
-def toy_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 3, layers: int = 2, vocab: int | None = None):
+def toy_model(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 3, layers: int = 2, vocab: int | None = None
+):
     """A Hugging Face model with random weights, norms and biases among them."""
     model_type, sizes = {**TOYS, **ODD}[name]
     depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"

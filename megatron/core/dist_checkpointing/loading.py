@@ -7,7 +7,8 @@ first value is applied. Resharding is DCP's: each rank reads the parts of the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.agree import step
@@ -80,14 +81,18 @@ def load_pieces(
     touched unless a file becomes unreadable between check and use.
     """
     with step() as compared:
-        _compare(source, pieces, convert)
-        compared.value = sorted({piece.name for piece in pieces})
-    wanted = {name for names in compared.gather(ps) for name in names}
-    unused = [name for name in source.tensors.keys() - wanted if name.startswith(tuple(prefixes))]
-    if unused:
-        raise CheckpointError(
-            f"{source.described_in}: tensors that this run does not have: {_listed(unused)}"
-        )
+        some = list(islice(_problems(source, pieces, convert), _SHOWN + 1))  # thousands of ranks tell theirs
+        compared.value = sorted({piece.name for piece in pieces}), some
+    told = compared.gather(ps)
+    wanted = {name for names, _ in told for name in names}
+    first: dict[str, int] = {}
+    for rank, (_, own) in enumerate(told):
+        first |= {problem: rank for problem in own if problem not in first}
+    problems = [f"rank {rank}: {one}" if len(told) > 1 else one for one, rank in first.items()]
+    if unused := [name for name in source.tensors.keys() - wanted if name.startswith(tuple(prefixes))]:
+        problems.append(f"tensors that this run does not have: {_listed(sorted(unused))}")
+    if problems:
+        raise CheckpointError(f"{source.described_in}: {_listed(problems, '; ')}")
     verify(source, ps)
     with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
         reader = SafeStorageReader(source.directory, source.tensors, follow=source.follows_links)
@@ -102,25 +107,21 @@ def load_pieces(
 _FLOATING = {"F64", "F32", "BF16", "F16"}
 
 
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:_SHOWN]) + (
-        f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    )
+def _listed(told: Sequence[str], between: str = ", ") -> str:
+    return between.join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
 
 
-def _compare(source: TensorSource, pieces: Sequence[LocalPiece], convert: bool) -> None:
+def _problems(source: TensorSource, pieces: Sequence[LocalPiece], convert: bool) -> Iterator[str]:
     """Names, shapes and dtypes of this rank's pieces against the checkpoint's."""
-    path = source.described_in
     if missing := {piece.name for piece in pieces} - source.tensors.keys():
-        raise CheckpointError(f"{path}: tensors that this run needs are missing: {_listed(missing)}")
-    for piece in pieces:
-        saved, where = source.tensors[piece.name], f"{path}: tensor {piece.name}"
+        yield f"tensors that this run needs are missing: {_listed(sorted(missing))}"
+    for piece in {piece.name: piece for piece in pieces if piece.name not in missing}.values():
+        saved, where = source.tensors[piece.name], f"tensor {piece.name}"
         if saved.shape != tuple(piece.global_shape):
-            raise CheckpointError(f"{where}: expected shape {tuple(piece.global_shape)}, found {saved.shape}")
+            yield f"{where}: expected shape {tuple(piece.global_shape)}, found {saved.shape}"
         dtype = dtype_name(piece.tensor.dtype)
         if saved.dtype != dtype and not (convert and {saved.dtype, dtype} <= _FLOATING):
-            raise CheckpointError(
+            yield (
                 f"{where}: expected dtype {dtype}, found {saved.dtype} (saved in another precision: give the same of "
                 f"--bf16, --fp16, --fp64, or start from its weights alone with --finetune)"
             )

@@ -156,15 +156,8 @@ class Checkpointer:
         weights mean. check_state(found, with_optimizer): refuses a `common` that the caller cannot go on from. Raises
         CheckpointError on all ranks together, before any tensor is touched, unless what was saved is not finite.
         """
-        flags, choice, config = self._config, catalog.LoadChoice(None, ()), config or {}
-        if flags.load is not None:
-            settings = {**config, **dataclasses.asdict(flags)}
-            open_other = opener(settings, rows=config.get("padded_vocab_size"))
-            choice = find(flags.load, self._ps, flags.ckpt_step, open_other)
-        with step() as claimed:
-            if self._ps.rank == 0:  # who commits
-                self._own(choice.found)
-        claimed.gather(self._ps)
+        flags, config = self._config, config or {}
+        choice = self._choose(config)
         if flags.load is None:
             return None
         if (found := choice.found) is None:
@@ -204,6 +197,19 @@ class Checkpointer:
         iteration = 0 if flags.finetune else found.iteration
         self._say(metrics.LOADED.format(iteration=iteration, directory=flags.load, place=self._place))
         return Restored(found.directory, iteration, found.manifest.common, not flags.finetune, with_optimizer)
+
+    def _choose(self, config: Mapping[str, Any]) -> catalog.LoadChoice:
+        """What --load has, of any format that is read; and which of --save are this run's. Communicates."""
+        flags, choice = self._config, catalog.LoadChoice(None, ())
+        if flags.load is not None:
+            settings = {**config, **dataclasses.asdict(flags)}
+            open_other = opener(settings, rows=config.get("padded_vocab_size"))
+            choice = find(flags.load, self._ps, flags.ckpt_step, open_other)
+        with step() as claimed:
+            if self._ps.rank == 0:  # who commits
+                self._own(choice.found)
+        claimed.gather(self._ps)
+        return choice
 
     def _compare_settings(self, found: Found, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError where settings make another model of the weights; with --finetune a line says so."""

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import json
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -43,6 +45,7 @@ def test_a_torch_dist_checkpoint_goes_on_here(tmp_path, capsys):
         "tokenizer_type": "NullTokenizer",
         "vocab_size": 63,
         "world_size": 8,
+        "consumed_train_samples": 56,
     }
     torch.save({"args": argparse.Namespace(**args), "iteration": 7}, folder / "common.pt")
     assert main(["import", "--megatron", str(folder.parent), "--save", str(tmp_path / "ours")]) == 0
@@ -51,9 +54,36 @@ def test_a_torch_dist_checkpoint_goes_on_here(tmp_path, capsys):
         assert torch.equal(value, weights[name]), name
     assert settings.model.rotary_base == 500000
     words = [*launch.TINY, "--load", str(tmp_path / "ours"), "--use-checkpoint-args", "--finetune"]
-    words += ["--train-iters", "1", "--seq-length", "16"]
-    run = launch.ok(launch.run_forked(words, cwd=tmp_path))
+    more = (
+        "--seq-length 16 --attention-dropout 0 --hidden-dropout 0 --use-checkpoint-args --train-iters".split()
+    )
+    run = launch.ok(launch.run_forked([*words, *more, "1"], cwd=tmp_path))
     assert "loading checkpoint" in run.output
+    _goes_on_by_load(folder, more, run, tmp_path)
+
+
+def _goes_on_by_load(folder, more, imported, tmp_path):
+    """The same folder without an import, by ranks, with its tracker and without."""
+    line = [*launch.TINY, "--load", str(folder.parent), *more]
+    tp = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    tuned = launch.ok(launch.run_forked([*line, "1", "--finetune", *tp], ranks=2, cwd=tmp_path))
+    one, other = (float(run.losses()[1].split()[0]) for run in (imported, tuned))
+    assert one == pytest.approx(other, rel=1e-5)
+    (folder.parent / "latest_checkpointed_iteration.txt").unlink()
+    resumed = launch.ok(
+        launch.run_forked(
+            [*line, "8", "--no-load-optim", "--save", "ck", "--save-interval", "8"], cwd=tmp_path
+        )
+    )
+    assert list(resumed.losses()) == [8], "it goes on"
+    state = json.loads((tmp_path / "ck" / "iter_0000008" / "manifest.json").read_text())["common"][
+        "train_state"
+    ]
+    assert (state["iteration"], state["consumed_train_samples"]) == (8, 56 + 8)
+    refused = launch.run_forked([*line, "8"], cwd=tmp_path)
+    assert refused.status == 3
+    assert "no optimizer state" in refused.output
+    assert "--no-load-optim or --finetune" in refused.output
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
