@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import pytest
-import torch
 
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_param_scheduler import (

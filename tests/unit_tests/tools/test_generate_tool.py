@@ -1,13 +1,17 @@
 """tools/generate.py: the trained model, its tokenizer, and errors with their exit status."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.core.device import Device
 from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.generate import generate
@@ -29,11 +33,14 @@ def tool():
 
 @pytest.fixture
 def trained(tmp_path):
-    """A checkpoint as training leaves it, and its model."""
-    model_config = dataclasses.replace(
-        tiny_config(position_embedding_type="rope", swiglu=True, max_position_embeddings=64),
-        padded_vocab_size=384,
+    return saved(
+        tmp_path, tiny_config(position_embedding_type="rope", swiglu=True, max_position_embeddings=64)
     )
+
+
+def saved(directory, model_config):
+    """A checkpoint as training leaves it, and its model."""
+    model_config = dataclasses.replace(model_config, padded_vocab_size=384)
     flat = Config.from_flat(
         {**dataclasses.asdict(model_config), "tokenizer_type": "ByteTokenizer", "bf16": True}
     ).flat()
@@ -42,8 +49,8 @@ def trained(tmp_path):
         LocalPiece(f"model.{name}", tuple(p.shape), (0,) * p.dim(), p.detach())
         for name, p in model.named_parameters()
     ]
-    save(tmp_path, 7, pieces, {"config": flat, "consumed_train_samples": 0}, {})
-    return tmp_path, model
+    save(directory, 7, pieces, {"config": flat, "consumed_train_samples": 0}, {})
+    return directory, model
 
 
 def run(tool, monkeypatch, *words):
@@ -94,6 +101,169 @@ def test_errors_name_the_flag_or_folder(tool, monkeypatch, capsys, words, status
         run(tool, monkeypatch, *words)
     assert left.value.code == status
     assert message in capsys.readouterr().err
+
+
+def lines_of(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_many_prompts_as_json_lines(tool, trained, monkeypatch, capsys, tmp_path):
+    """From every source, in order; each one's text is that of the prompt alone with the seed of its number."""
+    plain, rows = tmp_path / "plain.txt", tmp_path / "rows.jsonl"
+    plain.write_text("ab\r\nünï code\n")
+    rows.write_text('{"id": "x7", "prompt": "c\\nd"}\n\n{"text": "e"}\n')
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from stdin\n")))
+    words = ("--load", trained[0], "--max-new-tokens", 9, "--top-k", 40)
+    files = ("--prompts", plain, "--prompts", rows, "--prompts", "-")
+    run(
+        tool, monkeypatch, *words, "--prompt", "first", *files, "--batch-size", 4, "--json-lines", "--seed", 5
+    )
+    found = lines_of(capsys)
+    prompts = ["first", "ab", "ünï code", "c\nd", "e", "from stdin"]
+    assert [row["prompt"] for row in found] == prompts
+    assert [row["index"] for row in found] == list(range(6))
+    assert [row.get("id") for row in found] == [None, None, None, "x7", None, None]
+    assert [row["prompt_tokens"] for row in found] == [len(prompt.encode()) for prompt in prompts]
+    for row in found[::3]:
+        alone = ("--prompt", row["prompt"], "--seed", 5 + row["index"], "--json-lines")
+        run(tool, monkeypatch, *words, *alone)
+        (one,) = lines_of(capsys)
+        assert {**one, "index": row["index"], **({"id": "x7"} if "id" in row else {})} == row
+        assert (row["finish_reason"], row["completion_tokens"]) == ("length", 9)
+
+
+def test_plain_text_of_several_prompts_and_stop_strings(tool, trained, monkeypatch, capsys):
+    words = ("--load", trained[0], "--max-new-tokens", 30, "--top-k", 3, "--json-lines", "--prompt", "a")
+    run(tool, monkeypatch, *words)
+    (whole,) = lines_of(capsys)
+    stop = whole["text"][3:5]
+    run(tool, monkeypatch, *words, "--stop", stop, "--stop", "nowhere in it")
+    (cut,) = lines_of(capsys)
+    assert cut["text"] == whole["text"][: whole["text"].find(stop)]
+    assert cut["finish_reason"] == "stop"
+    assert cut["completion_tokens"] < 30
+    run(tool, monkeypatch, *words[:-3], "--prompt", "a", "--prompt", "b", "--stop", stop)
+    out = capsys.readouterr().out
+    assert out.startswith(f"=== prompt 1 of 2 ===\na{cut['text']}\n=== prompt 2 of 2 ===\nb")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_text_appears_as_it_is_made(tool, trained, monkeypatch, capsys, terminal):
+    """On a terminal, or with --stream; what is written in the end is the same."""
+    words = ("--load", trained[0], "--max-new-tokens", 12, "--prompt", "é")
+    run(tool, monkeypatch, *words)
+    whole, shown = capsys.readouterr().out, []
+    show = tool.Writer.show
+
+    def noted(writer, text):
+        show(writer, text)
+        shown.append(sys.stdout.getvalue() if hasattr(sys.stdout, "getvalue") else text)
+
+    monkeypatch.setattr(tool.Writer, "show", noted)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    run(tool, monkeypatch, *words, *(() if terminal else ("--stream",)))
+    assert capsys.readouterr().out == whole
+    assert len(shown) == 12 + 1
+    assert all(whole.startswith(text) for text in shown)
+
+
+def test_ctrl_c_keeps_what_was_written(tool, trained, monkeypatch, capsys):
+    from megatron.core.models.gpt import generate as module
+
+    def interrupted(*given, **options):
+        made = generate(*given, **options)
+        yield next(made)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "generate", interrupted)
+    words = ("--load", trained[0], "--max-new-tokens", 2, "--prompt", "a", "--prompt", "b", "--json-lines")
+    with pytest.raises(SystemExit) as left:
+        run(tool, monkeypatch, *words)
+    assert left.value.code == 130
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["index"] for line in out.splitlines()] == [0]
+    assert "interrupted" in err
+
+
+def test_all_that_is_wrong_is_said_at_once(tool, trained, monkeypatch, capsys, tmp_path):
+    """With status 2, before the checkpoint is opened; then what only model and tokenizer know."""
+    rows, plain = tmp_path / "rows.jsonl", tmp_path / "plain.txt"
+    rows.write_text('{"prompt": "a"}\n{"question": "b"}\n[1]\n{"text": 3}\nno\n' + "[" * 9999)
+    plain.write_text("a\n\nb\n")
+    (tmp_path / "binary.txt").write_bytes(b"a\n\xff")
+    flags = (
+        "--batch-size",
+        0,
+        "--stop",
+        "",
+        "--max-new-tokens",
+        -1,
+        "--top-p",
+        7,
+        "--stream",
+        "--json-lines",
+    )
+    ranks = ("--tensor-model-parallel-size", 2, "--device", "bogus")
+    files = ("--prompts", rows, "--prompts", "/nowhere/file", "--prompts", tmp_path / "binary.txt")
+    with pytest.raises(SystemExit, match="2"):
+        run(tool, monkeypatch, "--load", "/nowhere", *flags, *ranks, *files)
+    told = capsys.readouterr().err
+    for expected in (
+        "--batch-size 0: must be at least 1",
+        "--stop ''",
+        "--max-new-tokens -1: must be 0 or more",
+        "--top-p 7.0",
+        "--stream with --json-lines",
+        "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 do not divide 1 rank",
+        "--device bogus",
+        'rows.jsonl:2: expected text in the field "prompt" or "text"',
+        "rows.jsonl:3: expected a JSON object, found list",
+        'rows.jsonl:4: expected text in the field "prompt" or "text"',
+        "rows.jsonl:5: not JSON",
+        "rows.jsonl:6: nested too deeply",
+        "--prompts /nowhere/file: No such file",
+        "binary.txt: not UTF-8 text",
+    ):
+        assert told.count(expected) == 1, expected
+    assert len(told.splitlines()) == 14
+    with pytest.raises(SystemExit, match="2"):
+        run(tool, monkeypatch, "--load", trained[0], "--prompts", plain, "--prompt", "", "--prompt", "x")
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" holds no token")[0].rpartition("/")[2] for line in told] == [
+        "generate.py: --prompt number 1",
+        "plain.txt:2",
+    ]
+
+
+def test_no_prompt(tool, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(tool, monkeypatch, "--load", "/nowhere")
+    assert "no prompt is given: give --prompt TEXT, --prompts FILE" in capsys.readouterr().err
+
+
+def test_prompts_that_learned_positions_do_not_reach(tool, monkeypatch, capsys, tmp_path):
+    directory, _ = saved(tmp_path / "learned", tiny_config(max_position_embeddings=16))
+    (tmp_path / "plain.txt").write_text("short\nthis prompt is too long\n")
+    words = ("--load", directory, "--prompts", tmp_path / "plain.txt", "--max-new-tokens", 11)
+    with pytest.raises(SystemExit, match="2"):
+        run(tool, monkeypatch, *words)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "plain.txt:2: 23 prompt tokens and 11 new ones exceed the model's 16 learned positions" in told[0]
+
+
+def test_caches_of_a_batch_need_memory(tool, trained, monkeypatch, capsys):
+    """What they take is that of all prompts in flight."""
+    monkeypatch.setattr(Device, "free_bytes", lambda self: 13_000)
+    words = ("--load", trained[0], "--max-new-tokens", 4, *("--prompt", "abcd") * 9)
+    # 2 (keys and values) x 2 layers x 32 x 2 bytes a token
+    for batch_size, refused in ((6, False), (7, True)):
+        arguments = (*words, "--batch-size", batch_size)
+        with pytest.raises(SystemExit, match="2") if refused else contextlib.nullcontext():
+            run(tool, monkeypatch, *arguments)
+    told = capsys.readouterr().err
+    assert "--max-new-tokens 4: keys and values of 7 prompts take 14 KiB, 12.7 KiB are left" in told
+    assert "--batch-size 7" in told
 
 
 def test_empty_prompt(tool, trained, monkeypatch, capsys):
