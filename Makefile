@@ -24,7 +24,7 @@ $(VENV)/.dev: $(VENV)/.base
 quickstart: $(VENV)/.base
 	@PYTHON=$(BIN)/python examples/quickstart/run.sh
 
-# Two parts of the suite at a time: most tests wait for other ranks or use one core.
+# Parts of the suite beside each other: most tests wait for other ranks or use one core.
 test: setup
 	$(BIN)/python tools/run_tests.py -m "not full"
 

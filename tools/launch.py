@@ -107,7 +107,9 @@ def launch(words: Sequence[str]) -> int:
             return said(record, command, failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
         except SignalException as stopped:
             record = newest_record(folder)
-            return ended_early(stopped.sigval, save) if record is None else said(record, command, record.status)
+            return (
+                ended_early(stopped.sigval, save) if record is None else said(record, command, record.status)
+            )
         except (RuntimeError, ValueError, AssertionError, OSError) as error:
             raise LaunchError(unstartable(args, error)) from None
 

@@ -118,7 +118,8 @@ def _run(files: Sequence[Path], options: Sequence[str], output: IO[bytes]) -> in
     """In a part's own process: pytest's exit status."""
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
-    return int(importlib.import_module("pytest").main([*options, *map(str, files)]))
+    quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins that are imported already
+    return int(importlib.import_module("pytest").main([*quiet, *options, *map(str, files)]))
 
 
 if __name__ == "__main__":

@@ -19,5 +19,6 @@ TRAINING=(
   --mock-data --tokenizer-type ByteTokenizer --no-create-attention-mask-in-dataloader --num-workers 0
   --log-interval 5 --eval-iters 0
 )
+# torchrun, as clusters start it; python tools/launch.py takes the same flags, and -- before the trainer.
 exec torchrun --standalone --nproc-per-node "$RANKS" pretrain_gpt.py \
   "${SHARDING[@]}" "${MODEL[@]}" "${TRAINING[@]}" "$@"

@@ -3,9 +3,10 @@
 
 The model is a plain PyTorch module (a bag of the last few tokens and an MLP), not one of ours. Run it with:
 
-    torchrun --nproc-per-node 2 examples/custom_trainer/pretrain_small_mlp_lm.py --context-tokens 4 --mock-data \
-        --num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 --max-position-embeddings 64 \
-        --micro-batch-size 4 --train-iters 20 --lr 1e-3 --log-interval 5 --tokenizer-type NullTokenizer --vocab-size 255
+    python tools/launch.py --nproc-per-node 2 -- examples/custom_trainer/pretrain_small_mlp_lm.py \
+        --context-tokens 4 --mock-data --num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 \
+        --max-position-embeddings 64 --micro-batch-size 4 --train-iters 20 --lr 1e-3 --log-interval 5 \
+        --tokenizer-type NullTokenizer --vocab-size 255
 """
 
 import torch

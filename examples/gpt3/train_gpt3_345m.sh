@@ -29,5 +29,6 @@ RUN=(
   --overlap-grad-reduce --log-interval 100 --log-throughput --tensorboard-dir "$CHECKPOINTS/tensorboard"
   --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 10000 --eval-interval 1000 --eval-iters 10
 )
+# torchrun, as clusters start it; python tools/launch.py takes the same flags, and -- before the trainer.
 exec torchrun --nproc-per-node "$RANKS" pretrain_gpt.py \
   "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${RUN[@]}"

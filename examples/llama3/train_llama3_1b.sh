@@ -35,5 +35,6 @@ RUN=(
   --overlap-grad-reduce --log-interval 10 --log-throughput
   --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 1000 --async-save --eval-interval 1000 --eval-iters 10
 )
+# torchrun, as clusters start it; python tools/launch.py takes the same flags, and -- before the trainer.
 exec torchrun --nproc-per-node "$RANKS" pretrain_gpt.py \
   "${MODEL[@]}" "${PARALLEL[@]}" "${TRAINING[@]}" "${DATA[@]}" "${RUN[@]}"

@@ -7,7 +7,9 @@ EXAMPLE = "examples/custom_trainer/pretrain_small_mlp_lm.py"
 
 def test_custom_trainer_as_its_docstring_says(tmp_path):
     text = (launch.ROOT / EXAMPLE).read_text()
-    line = text.partition("torchrun --nproc-per-node 2 ")[2].partition('"""')[0].replace("\\\n", " ").split()
+    line = (
+        text.partition("launch.py --nproc-per-node 2 -- ")[2].partition('"""')[0].replace("\\\n", " ").split()
+    )
     assert line[0] == EXAMPLE
     words = [*line[1:], "--save", "ck", "--save-interval", "10", "--load", "ck"]
     run = launch.ok(launch.run_forked(words, script=EXAMPLE, ranks=2, cwd=tmp_path))

@@ -369,7 +369,8 @@ def become(
             signal.signal(number, signal.SIG_DFL)
         cores = sorted(os.sched_getaffinity(0))
         if rank is not None:
-            os.sched_setaffinity(0, {cores[rank % len(cores)]})
+            # By the test process too: of several, each begins with another core.
+            os.sched_setaffinity(0, {cores[(rank + os.getppid()) % len(cores)]})
         os.chdir(cwd)
         for target, path in ((1, output), (2, errors or output)) if output is not None else ():
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY), target)

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.harness import corpus
 from tests.harness.launch import ROOT, metrics_lines, run_forked
 from tools.commands import COMMANDS
 
@@ -52,7 +53,9 @@ def commands():
 
 def run_command(words, cwd):
     """One command as a shell would run it, without starting Python anew."""
-    ranks = int(words[words.index("--nproc-per-node") + 1]) if "torchrun" in words else 1
+    ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1
+    if "tools/launch.py" in words:
+        words = words[words.index("--") + 1 :]
     at = next(index for index, word in enumerate(words) if word.endswith(".py"))
     script = words[at] if (ROOT / words[at]).exists() else str(cwd / words[at])
     flags, _, out = " ".join(map(shlex.quote, words[at + 1 :])).partition(" '>' ")
@@ -64,8 +67,8 @@ def run_command(words, cwd):
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_recipes_run_in_order_in_an_empty_folder(whole, tmp_path):
-    for corpus in ("docs", "examples"):
-        shutil.copytree(ROOT / corpus, tmp_path / corpus)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    corpus.write(tmp_path / "docs")
     (tmp_path / "runs" / "recipes").mkdir(parents=True)
     for language, code in FENCE.findall(RECIPES):
         if language == "python" and code.startswith("# runs/"):
@@ -84,7 +87,7 @@ def test_the_recipes_run_in_order_in_an_empty_folder(whole, tmp_path):
         if "lm loss" in line
     }
     assert losses[1] > 5.9
-    assert losses[80] < 3.2, "about 3 nats a byte"
+    assert losses[80] < 2.0, "words are learned: by their frequencies alone bytes have 2.9 nats"
     assert abs(losses[81] - losses[80]) < 0.3, "the loss goes on where it was, under tensor parallel ranks"
     assert abs(losses[86] - losses[85]) < 0.3, "and as a pipeline"
     counting = next(output for line, output in outputs.items() if "train_counting" in line)

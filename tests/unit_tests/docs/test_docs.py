@@ -281,7 +281,8 @@ def documented_launch_lines():
         for _, code in FENCE.findall(path.read_text()):
             for line in code.replace("\\\n", " ").splitlines():
                 trainer = re.search(
-                    r"(torchrun|distributed\.run) .*pretrain_gpt\.py |launch(\.py)? .*-- ", line
+                    r"(torchrun|distributed\.run) .*pretrain_gpt\.py |launch(\.py)? .*-- (train|pretrain_gpt\.py) ",
+                    line,
                 )
                 if trainer and "--num-layers" in line:
                     yield pytest.param(line, id=f"{name(path)}: {line.split('--')[0]}")

@@ -55,9 +55,9 @@ def apply(example: str, root: Path) -> None:
 
 
 def trained(words: list[str], root: Path) -> str:
-    """What ranks of the copy say that are started as torchrun starts them."""
-    standalone, number, ranks, script, *flags = words
-    assert (standalone, number) == ("--standalone", "--nproc-per-node")
+    """What ranks of the copy say that are started as the launcher starts them."""
+    launcher, number, ranks, behind, script, *flags = words
+    assert (launcher, number, behind) == ("tools/launch.py", "--nproc-per-node", "--")
     return launch.ok(launch.run_forked(flags, ranks=int(ranks), script=str(root / script), cwd=root)).output
 
 
@@ -108,7 +108,7 @@ def test_the_example_runs_and_passes_what_make_lint_checks(name, tmp_path):
             for command in recipe(words[0]):
                 done(command, tmp_path)
             continue
-        output = trained(words, tmp_path) if program == "torchrun" else planned(words, tmp_path)
+        output = trained(words, tmp_path) if "tools/launch.py" in words else planned(words, tmp_path)
     assert SAID[name] in output
     assert len(re.findall(r"lm loss: \d", output)) == 2
     for command in recipe("lint"):

@@ -97,9 +97,9 @@ def test_speeds_have_defaults_by_backend_and_do_nothing_alone():
     assert warning == f"--achieved-tflops 3.0 has no effect without {LIMIT}"
     assert configure(f"{FSDP} {LIMIT} auto").parallel.rank_memory_limit > 1 << 20
     sizes = {"3K": 3 << 10, "3m": 3 << 20, "75G": 75 << 30, "2T": 2 << 40}
-    assert {word: configure(f"{FSDP} {LIMIT} {word}").parallel.rank_memory_limit for word in ("75G", "2T")} == {
-        word: sizes[word] for word in ("75G", "2T")
-    }
+    assert {
+        word: configure(f"{FSDP} {LIMIT} {word}").parallel.rank_memory_limit for word in ("75G", "2T")
+    } == {word: sizes[word] for word in ("75G", "2T")}
     assert {word: bytes_of(word) for word in sizes} == sizes
 
 

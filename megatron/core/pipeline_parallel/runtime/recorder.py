@@ -50,7 +50,9 @@ class Recorders:
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         first_now = recorders[0].now()
-        self._all = [(one, round(one.now() - first_now, 9) if one is not recorders[0] else 0.0) for one in recorders]
+        self._all = [
+            (one, round(one.now() - first_now, 9) if one is not recorders[0] else 0.0) for one in recorders
+        ]
 
     def now(self) -> float:
         for one, _ in self._all[1:]:
