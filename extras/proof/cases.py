@@ -30,10 +30,10 @@ class Case:
     dropout: float = 0.0
     fusion: bool = False
     recompute: bool = False
-    microbatches: int = 6
+    microbatches: int = 4
     steps: int = 20
     evaluate_every: int = 0
-    layers: int = 4
+    layers: int = 2
     hidden: int = 16
     length: int = 8
     vocabulary: int = 64
@@ -58,8 +58,8 @@ TWO_RANKS = (
     Case("dropout", dropout=0.1),
 )
 FOUR_RANKS = (
-    Case("four stages", ranks=4, pipeline=4, microbatches=8, evaluate_every=7),
-    Case("three microbatches on four stages", ranks=4, pipeline=4, microbatches=3, ddp="overlap"),
+    Case("four stages", ranks=4, pipeline=4, layers=4, microbatches=8, evaluate_every=7),
+    Case("three microbatches on four stages", ranks=4, pipeline=4, layers=4, microbatches=3, ddp="overlap"),
     Case("tensor 2 x pipeline 2, sequence parallel", ranks=4, tensor=2, evaluate_every=9),
     Case(
         "tensor 2 x pipeline 2, llama, distributed optimizer",
@@ -76,6 +76,6 @@ FOUR_RANKS = (
 )
 # Four stages whose activations are what fills them: fp32, a layer a stage.
 MEMORY = Case(
-    "memory", ranks=4, pipeline=4, tied=False, microbatches=8, steps=3, hidden=128, length=128, vocabulary=128,
+    "memory", ranks=4, pipeline=4, layers=4, tied=False, microbatches=8, steps=3, hidden=128, length=128, vocabulary=128,
 )
 EVERY = {case.name: case for case in (*TWO_RANKS, *FOUR_RANKS, MEMORY)}

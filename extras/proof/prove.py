@@ -71,8 +71,17 @@ def compared(name: str, own: list[dict[str, Any]], other: list[dict[str, Any]]) 
         assert expected["losses"] and "nan" not in expected["norms"], f"1F1B itself has no figures: {expected}"
         for key in SAME:
             if expected[key] != found[key]:
-                lines.append(f"{name}, rank {rank}, {key}: {found[key]} instead of {expected[key]}")
+                lines.append(f"{name}, rank {rank}, {key}: {_first(expected[key], found[key])}")
     return lines
+
+
+def _first(expected: Any, found: Any) -> str:
+    """The first step that differs, or the value."""
+    if not isinstance(expected, list):
+        return f"{found} instead of {expected}"
+    assert len(expected) == len(found), f"{len(found)} figures instead of {len(expected)}"
+    step = next(step for step, both in enumerate(zip(expected, found, strict=True)) if both[0] != both[1])
+    return f"step {step}: {float.fromhex(found[step])!r} instead of {float.fromhex(expected[step])!r}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -112,7 +121,9 @@ def prove_patch() -> Any:
     with ReleaseProcess(release) as own, ReleaseProcess(release, megatron=changed) as other:
         for name in PATCH_CASES:
             case = EVERY[name]
-            found = compared("the patch", *(process.records(case, [(BASELINE, None)])[0] for process in (own, other)))
+            found = compared(
+                "the patch", *(process.records(case, [(BASELINE, None)])[0] for process in (own, other))
+            )
             where = f"megatron-core {release} with {apply_patch.PATCH.name}, {case.ranks} ranks, {name}"
             what = f"{case.steps} steps have 1F1B's bits"
             yield (f"{where}: {what}" if not found else "\n".join([f"{where}:", *found])), not found

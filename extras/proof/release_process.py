@@ -25,7 +25,9 @@ def environment(release: str, megatron: str | None = None) -> dict[str, str]:
     wheel, *others = releases.path_of(release)
     path = [megatron or wheel, *others, str(HERE.parent / "zbpp_light"), str(beside_torch)]
     kept = {name: value for name, value in os.environ.items() if name != "ZBPP_LIGHT"}
-    return {**kept, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
+    # Megatron compiles its activations, for minutes on a cold machine: they are computed as they stand.
+    eager = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    return {**kept, **eager, "PYTHONPATH": os.pathsep.join(path)}
 
 
 class ReleaseProcess:

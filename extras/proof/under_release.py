@@ -46,6 +46,7 @@ def on_rank(ctx: RankContext, case: Case, schedules: list[list[Any]], measure_me
 def main() -> None:
     """A line of JSON in: {case, schedules: [[name, plan or null]], memory}; a line out: {records by rank} or {error}."""
     import training  # noqa: F401  before the fork: ranks share what is imported
+    import torch._dynamo  # which optimizers import at their first step
 
     replies = sys.stdout
     sys.stdout = sys.stderr
