@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import releases
+from cases import Case
 
 HERE = Path(__file__).resolve().parent
 
 
 def environment(release: str, megatron: str | None = None) -> dict[str, str]:
     """`python -S` with this on its path has the release, the package and what torch was installed beside: nothing else.
-    Without -S this project's own `megatron` could hide the release's. megatron: a folder that takes the wheel's place."""
+    Without -S this project's own `megatron` could hide the release's. megatron: a folder instead of the wheel's."""
     import torch
 
     beside_torch = Path(torch.__file__).resolve().parents[1]
@@ -31,11 +34,12 @@ def environment(release: str, megatron: str | None = None) -> dict[str, str]:
 
 
 class ReleaseProcess:
-    """`with ReleaseProcess("0.16.1") as process: process.records(case, [("megatron", None), ("zb-h1", None)])`."""
+    """`with ReleaseProcess("0.16.1") as process: process.records(case, [None, {"schedule": "zb-h1"}])`. A
+    process runs many cases: what is imported is imported once."""
 
     def __init__(self, release: str, megatron: str | None = None) -> None:
         self.release, self.megatron = release, megatron
-        self._said = tempfile.TemporaryFile("w+")
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in __exit__
 
     def __enter__(self) -> ReleaseProcess:
         self._process = subprocess.Popen(
@@ -54,24 +58,30 @@ class ReleaseProcess:
         self._process.stdout.close()
         self._said.close()
 
-    def records(
-        self, case: Any, schedules: Sequence[tuple[str, str | None]], *, memory: bool = False, timeout: float = 300
-    ) -> list[list[dict[str, Any]]]:
-        """By schedule, by rank. A plan's file stands beside its schedule's name. Raises CaseError with the traceback of the
-        rank that failed."""
-        asked = {"case": case.__dict__, "schedules": schedules, "memory": memory, "timeout": timeout}
-        try:
+    def run(self, function: str, ranks: int, *, timeout: float = 300, **arguments: Any) -> list[Any]:
+        """`function(ctx, **arguments)` on forked ranks; what it gave, by rank. `function` is "module:name", of this
+        folder or tests/wheels. Raises CaseError with the traceback of the rank that failed."""
+        asked = {"function": function, "ranks": ranks, "arguments": arguments, "timeout": timeout}
+        with contextlib.suppress(BrokenPipeError):  # it has said why
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has said why
         line = self._process.stdout.readline()
         if not line:
             raise CaseError(f"megatron-core {self.release} ended:\n{self.said()}")
         reply = json.loads(line)
         if "error" in reply:
-            raise CaseError(f"{case.name} under megatron-core {self.release}:\n{reply['error']}")
-        return [list(of_schedule) for of_schedule in zip(*reply["records"], strict=True)]
+            raise CaseError(f"{function} under megatron-core {self.release}:\n{reply['error']}")
+        values: list[Any] = reply["values"]
+        return values
+
+    def records(
+        self, case: Case, schedules: Sequence[dict[str, str] | None], *, memory: bool = False
+    ) -> list[list[dict[str, Any]]]:
+        """Records of a case (`training.Record`) by schedule, by rank. A schedule: arguments of `patch_megatron`, or
+        None for Megatron's own."""
+        arguments = {"case": dataclasses.asdict(case), "schedules": schedules, "measure_memory": memory}
+        by_rank = self.run("training:train_each", case.ranks, **arguments)
+        return [list(of_schedule) for of_schedule in zip(*by_rank, strict=True)]
 
     def said(self) -> str:
         """What it and its ranks have printed so far."""
