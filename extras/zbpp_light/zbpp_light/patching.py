@@ -166,8 +166,8 @@ class Patch:
             f"{self._file.schedule if self._file else MADE_HERE}, {stages} stages, {microbatches} microbatches, planned"
             f" bubble {timing.bubble:.1%} ({apart if timing.bubble - timing.bubble_apart > 1e-9 else ''}1f1b "
             f"{(stages - 1) / (stages - 1 + microbatches):.1%}); W computes {sum(split) / sum(whole):.1%} of the "
-            f"weights; waiting for W: at most {max(schedules.most(row, B, W) for row in rows)} microbatches by plan, at "
-            f"most {max(most) / 2**20:.1f} MiB measured (stage {most.index(max(most))})"
+            f"weights; waiting for W: at most {max(schedules.most(row, B, W) for row in rows)} microbatches by plan, "
+            f"at most {max(most) / 2**20:.1f} MiB measured (stage {most.index(max(most))})"
         )
         if self._file and self._file.ignored:
             _print(f"{self._file.path}: {self._file.ignored} operations of data parallelism are left to Megatron")
