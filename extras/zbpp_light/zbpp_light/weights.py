@@ -101,7 +101,7 @@ class WeightGradients:
             return
         with torch.enable_grad():
             torch.autograd.backward(_WeightGradient.apply(weight, self._layers, products))
-        if weight.grad is not None and hasattr(weight, "main_grad"):
+        if weight.grad is not None and hasattr(weight, "grad_added_to_main_grad"):  # DDP's mark
             raise RuntimeError(
                 "zbpp_light: DistributedDataParallel of this megatron-core, with overlap_grad_reduce or without, takes "
                 "no gradients by a hook on the weight, and would lose those of W: run it with ZBPP_LIGHT=0"

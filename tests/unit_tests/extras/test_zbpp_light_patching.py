@@ -202,9 +202,10 @@ def test_a_parameter_is_registered_once_behind_its_last_w():
 @on_stand_in
 def hookless(megatron, layers):
     model = Model(Config(), ColumnParallelLinear())
-    for weight in model.parameters():
-        weight.main_grad = torch.zeros_like(weight)
     zbpp_light.patch_megatron()
+    step(megatron, model)
+    for weight in model.parameters():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
     step(megatron, model)
 
 
