@@ -96,12 +96,13 @@ class WeightGradients:
         self._microbatch, self._splits = -1, False
 
     def _deliver(self, weight: Tensor, products: list[Product]) -> None:
-        if products[0].fused and not hasattr(weight, "grad_added_to_main_grad"):
+        fused, of_ddp = products[0].fused, hasattr(weight, "grad_added_to_main_grad")
+        if fused and not of_ddp:
             _gradient(self._layers, weight, products)  # nothing for autograd, as in Megatron
             return
         with torch.enable_grad():
             torch.autograd.backward(_WeightGradient.apply(weight, self._layers, products))
-        if weight.grad is not None and hasattr(weight, "grad_added_to_main_grad"):  # DDP's mark
+        if weight.grad is not None and of_ddp and not fused:
             raise RuntimeError(
                 "zbpp_light: DistributedDataParallel of this megatron-core, with overlap_grad_reduce or without, takes "
                 "no gradients by a hook on the weight, and would lose those of W: run it with ZBPP_LIGHT=0"
