@@ -50,9 +50,14 @@ def problems(config: Any, chunks: list[nn.Module]) -> list[str]:
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
     if any(hasattr(weight, "__fsdp_param__") or hasattr(weight, "placements") for weight in weights):
         reasons.append("weights are sharded (FSDP), and gathered for B and W together: use the distributed optimizer")
-    if any(getattr(getattr(chunk, "model_type", None), "name", "") == "encoder_and_decoder" for chunk in chunks):
+    if any(getattr(model_type(chunk), "name", "") == "encoder_and_decoder" for chunk in chunks):
         reasons.append("the model has encoder and decoder: messages between stages are more than one tensor")
     return reasons
+
+
+def model_type(model: nn.Module) -> Any:
+    """Megatron's, of a model that may be wrapped, or None."""
+    return next((module.model_type for module in model.modules() if hasattr(module, "model_type")), None)
 
 
 def can_split(layers: Any, config: Any, model: nn.Module) -> bool:

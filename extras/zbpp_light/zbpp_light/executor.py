@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp_light import schedules
+from zbpp_light import checks, schedules
 from zbpp_light.messages import Neighbour
 from zbpp_light.schedules import BW, B, F, Rows, Timing, W
 from zbpp_light.signatures import call
@@ -57,7 +57,7 @@ class Step:
         # What Megatron's functions of any release may ask for, by their parameters.
         self._values: dict[str, Any] = {"decoder_seq_length": None, "collect_non_loss_data": False, **given}
         self._values |= {"model": model, "data_iterator": data, "config": self._config}
-        self._values |= {"forward_data_store": self._losses, "model_type": getattr(model, "model_type", None)}
+        self._values |= {"forward_data_store": self._losses, "model_type": checks.model_type(model)}
         self._values |= {"tp_group": groups.tensor, "cp_group": groups.context, "cp_group_size": groups.context.size()}
         self._values |= {"pipeline_model_parallel_size": groups.stages, "encoder_decoder_xattn": False}
         self._values |= {"is_last_stage": groups.stage == groups.stages - 1}

@@ -444,10 +444,18 @@ def test_models_that_are_refused():
     sharded.weight.__fsdp_param__ = True
     model = nn.Sequential(GroupedMLP(), EngineLinear(), sharded)
     model.model_type = types.SimpleNamespace(name="encoder_and_decoder")
-    reasons = checks.problems(Config(), [model, nn.Linear(2, 2)])
+    wrapped = nn.ModuleDict({"module": model})
+    assert checks.model_type(wrapped) is model.model_type
+    reasons = checks.problems(Config(), [wrapped, nn.Linear(2, 2)])
     for reason, words in zip(
         reasons,
-        ("2 chunks of the model", "0 is a GroupedMLP", "1 is a EngineLinear", "FSDP", "encoder and decoder"),
+        (
+            "2 chunks of the model",
+            "module.0 is a GroupedMLP",
+            "module.1 is a EngineLinear",
+            "FSDP",
+            "encoder and decoder",
+        ),
         strict=True,
     ):
         assert words in reason
