@@ -90,17 +90,16 @@ FOUR_RANKS = (
     Case("experts 2 x pipeline 2", ranks=4, expert=2, experts=4, shape="llama", tied=False),
     Case("experts, tensor 2 x pipeline 2", ranks=4, tensor=2, experts=4, shape="llama", tied=False),
 )
-# Four stages whose activations are what fills them: fp32, a layer a stage.
+# Four stages of four layers, whose activations are what fills them.
 MEMORY = Case(
     "memory",
     ranks=4,
     pipeline=4,
-    layers=4,
     tied=False,
     microbatches=8,
-    steps=3,
-    hidden=128,
-    length=128,
-    vocabulary=128,
+    steps=2,
+    layers=16,
+    hidden=64,
+    length=64,
 )
 EVERY = {case.name: case for case in (*TWO_RANKS, *FOUR_RANKS, MEMORY)}

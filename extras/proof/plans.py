@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-BY_THE_PACKAGE = ("1f1b", "zb-h1")  # which needs no file for them
+BY_THE_PACKAGE = ("zb-h1",)  # which needs no file for it
 
 
 def arguments(schedule: str, stages: int, microbatches: int, folder: Path) -> dict[str, str]:

@@ -60,19 +60,34 @@ class ReleaseProcess:
 
     def run(self, function: str, ranks: int, *, timeout: float = 300, **arguments: Any) -> list[Any]:
         """`function(ctx, **arguments)` on forked ranks; what it gave, by rank. `function` is "module:name", of this
-        folder or tests/wheels. Raises CaseError with the traceback of the rank that failed."""
+        folder or tests/wheels. Raises CaseError with the tracebacks of the ranks that failed."""
+        outcomes = self.outcomes(function, ranks, timeout=timeout, **arguments)
+        failed = [
+            f"rank {each['rank']}: {each['died'] or each['error']}"
+            for each in outcomes
+            if not succeeded(each)
+        ]
+        if failed:
+            raise CaseError("\n".join([f"{function} under megatron-core {self.release}:", *failed]))
+        return [each["value"] for each in outcomes]
+
+    def outcomes(
+        self, function: str, ranks: int, *, timeout: float, **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """Like `run` where ranks are meant to fail: {rank, value, error (its traceback), died (how)} of each. All ranks
+        have the whole time, whatever becomes of others."""
         asked = {"function": function, "ranks": ranks, "arguments": arguments, "timeout": timeout}
         with contextlib.suppress(BrokenPipeError):  # it has said why
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
-        if not line:
-            raise CaseError(f"megatron-core {self.release} ended:\n{self.said()}")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise CaseError(f"{function} under megatron-core {self.release}:\n{reply['error']}")
-        values: list[Any] = reply["values"]
-        return values
+        reply = json.loads(line or "{}")
+        if "outcomes" not in reply:
+            raise CaseError(
+                f"{function} under megatron-core {self.release}:\n{reply.get('error') or self.said()}"
+            )
+        outcomes: list[dict[str, Any]] = reply["outcomes"]
+        return outcomes
 
     def records(
         self, case: Case, schedules: Sequence[dict[str, str] | None], *, memory: bool = False
@@ -87,6 +102,10 @@ class ReleaseProcess:
         """What it and its ranks have printed so far."""
         self._said.seek(0)
         return self._said.read()
+
+
+def succeeded(outcome: dict[str, Any]) -> bool:
+    return outcome["error"] is None and outcome["died"] is None
 
 
 class CaseError(Exception):

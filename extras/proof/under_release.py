@@ -3,6 +3,7 @@ by line, and what it gave goes out."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -23,11 +24,11 @@ import cpu_shims  # noqa: E402
 cpu_shims.install()
 
 import torch._dynamo  # noqa: E402  optimizers import it at their first step: once, before ranks are forked
-from harness.ranks import RankContext, run_ranks  # noqa: E402
+from harness.ranks import RankContext, rank_outcomes  # noqa: E402
 
 
 def main() -> None:
-    """A line of JSON in: {function: "module:name", ranks, arguments, timeout}; one out: {values: by rank} or {error}."""
+    """A line of JSON in: {function: "module:name", ranks, arguments, timeout}; one out: what became of each rank."""
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         asked = json.loads(line)
@@ -40,7 +41,8 @@ def main() -> None:
             def on_rank(ctx: RankContext) -> object:
                 return function(ctx, **asked["arguments"])  # noqa: B023  of this line
 
-            reply = {"values": run_ranks(on_rank, asked["ranks"], timeout=asked["timeout"])}
+            outcomes = rank_outcomes(on_rank, asked["ranks"], timeout=asked["timeout"])
+            reply = {"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
         except Exception:
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), file=replies, flush=True)
