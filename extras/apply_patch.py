@@ -9,11 +9,11 @@ layers, waits until the pipeline would stand still. It was made against the rele
 
 What it does not do, and zbpp_light does:
 
-- Megatron's calls that send to a neighbour and receive from it at once still wait for both, so W fills only a part of the
-  bubble: 20.9 % where 11.1 % is possible (p 4, m 8, F = B = W).
+- Megatron's calls that send to a neighbour and receive from it at once still wait for both, so W fills only a part of
+  the bubble (extras/proof/bubble.py measures it).
 - It needs Megatron's DDP without `--overlap-grad-reduce` (asserted), and no interleaved stages.
-- One schedule: no plan files, no zb-2p. No line that says what runs. The weights' gradients under fp16 main gradients go
-  through torch, not through apex's kernel.
+- One schedule: no plan files, no zb-2p. Nothing says what runs. With `main_grad` in half precision the weights'
+  gradients go through torch, not through apex's kernel.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ PATCHED_RELEASE = releases.NEWEST
 
 
 def apply(folder: Path) -> None:
-    """Patch the Megatron in a folder. Raises SystemExit with patch's words, and nothing changed, where it does not fit."""
+    """Patch the Megatron in a folder. Where it does not fit nothing is changed: SystemExit with patch's words."""
     words = ["patch", "-p1", "--batch", "--forward", "--directory", str(folder), "--input", str(PATCH)]
     for last in (["--dry-run"], []):
         result = subprocess.run([*words, *last], capture_output=True, text=True)
         if result.returncode != 0:
-            raise SystemExit(f"{PATCH.name} does not fit {folder}, nothing is changed:\n{result.stdout}{result.stderr}")
+            raise SystemExit(
+                f"{PATCH.name} does not fit {folder}, nothing is changed:\n{result.stdout}{result.stderr}"
+            )
 
 
 def patched() -> Path:
@@ -63,7 +65,9 @@ def patched() -> Path:
 def main(words: Sequence[str] | None = None) -> int:
     """0 where patched and unpatched agree to the last bit, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, help="a Megatron of your own, which is changed; without it nothing of yours is")
+    parser.add_argument(
+        "--folder", type=Path, help="a Megatron of your own, which is changed; without it nothing of yours is"
+    )
     folder = parser.parse_args(words).folder
     if folder is not None:
         apply(folder)

@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training of a tiny GPT under megatron-core. Ranks that tensor and pipeline parallelism leave are data parallel.
+    """One training of a tiny GPT under megatron-core. Ranks beyond tensor x pipeline are data parallel.
 
     shape: "gpt2" (LayerNorm, biases, learned positions) or "llama" (RMSNorm, gated, rotary, grouped queries).
     ddp: "none" (gradients in `.grad`), "plain", "overlap" (`overlap_grad_reduce`), "sharded" (distributed optimizer) or
-    "sharded-overlap" (with both overlaps). align: `grad_sync_func` is given too, so that later stages reduce in the bubble.
+    "sharded-overlap" (with both overlaps). align: `grad_sync_func` is given too: later stages reduce in the bubble.
     experts: of sequential layers, top 2. fusion: Megatron's fused accumulation, by a stand-in for apex's kernel.
     evaluate_every: a forward-only step behind each so many steps.
     """
@@ -30,10 +30,10 @@ class Case:
     dropout: float = 0.0
     fusion: bool = False
     recompute: bool = False
-    microbatches: int = 6
+    microbatches: int = 4
     steps: int = 20
     evaluate_every: int = 0
-    layers: int = 4
+    layers: int = 2
     hidden: int = 16
     length: int = 8
     vocabulary: int = 64
@@ -48,7 +48,13 @@ TWO_RANKS = (
     Case("gpt2 tied, DDP", evaluate_every=7),
     Case("gpt2 tied, DDP with overlap", ddp="overlap"),
     Case("gpt2 untied, no DDP", tied=False, ddp="none"),
-    Case("llama untied, distributed optimizer, per-token loss", shape="llama", tied=False, ddp="sharded", per_token=True),
+    Case(
+        "llama untied, distributed optimizer, per-token loss",
+        shape="llama",
+        tied=False,
+        ddp="sharded",
+        per_token=True,
+    ),
     Case("llama tied, distributed optimizer with overlaps", shape="llama", ddp="sharded-overlap"),
     Case("fused accumulation, overlap", shape="llama", tied=False, ddp="overlap", fusion=True),
     Case("fused accumulation", tied=False, fusion=True),
@@ -58,24 +64,42 @@ TWO_RANKS = (
     Case("dropout", dropout=0.1),
 )
 FOUR_RANKS = (
-    Case("four stages", ranks=4, pipeline=4, microbatches=8, evaluate_every=7),
-    Case("three microbatches on four stages", ranks=4, pipeline=4, microbatches=3, ddp="overlap"),
+    Case("four stages", ranks=4, pipeline=4, layers=4, microbatches=8, evaluate_every=7),
+    Case("three microbatches on four stages", ranks=4, pipeline=4, layers=4, microbatches=3, ddp="overlap"),
     Case("tensor 2 x pipeline 2, sequence parallel", ranks=4, tensor=2, evaluate_every=9),
     Case(
         "tensor 2 x pipeline 2, llama, distributed optimizer",
-        ranks=4, tensor=2, shape="llama", tied=False, ddp="sharded", per_token=True,
+        ranks=4,
+        tensor=2,
+        shape="llama",
+        tied=False,
+        ddp="sharded",
+        per_token=True,
     ),
     Case("data 2 x pipeline 2, overlap", ranks=4, ddp="overlap"),
     Case("data 2 x pipeline 2, overlap, grad_sync_func", ranks=4, ddp="overlap", align=True),
     Case("data 2 x pipeline 2, distributed optimizer", ranks=4, shape="llama", ddp="sharded", per_token=True),
-    Case("data 2 x pipeline 2, distributed optimizer with overlaps", ranks=4, shape="llama", ddp="sharded-overlap"),
+    Case(
+        "data 2 x pipeline 2, distributed optimizer with overlaps",
+        ranks=4,
+        shape="llama",
+        ddp="sharded-overlap",
+    ),
     Case("data 2 x pipeline 2, fused accumulation, overlap", ranks=4, tied=False, ddp="overlap", fusion=True),
     Case("tensor 2 x pipeline 2, fused accumulation", ranks=4, tensor=2, tied=False, fusion=True),
     Case("experts 2 x pipeline 2", ranks=4, expert=2, experts=4, shape="llama", tied=False),
     Case("experts, tensor 2 x pipeline 2", ranks=4, tensor=2, experts=4, shape="llama", tied=False),
 )
-# Four stages whose activations are what fills them: fp32, a layer a stage.
+# Four stages of four layers, whose activations are what fills them.
 MEMORY = Case(
-    "memory", ranks=4, pipeline=4, tied=False, microbatches=8, steps=3, hidden=128, length=128, vocabulary=128,
+    "memory",
+    ranks=4,
+    pipeline=4,
+    tied=False,
+    microbatches=8,
+    steps=2,
+    layers=16,
+    hidden=64,
+    length=64,
 )
 EVERY = {case.name: case for case in (*TWO_RANKS, *FOUR_RANKS, MEMORY)}

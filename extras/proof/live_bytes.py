@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`with LiveBytes() as live: ...`, then `live.peak`: the most bytes of storages that were made within and alive at
-    once. A storage counts from the operation that made it until nobody holds it, autograd's saved tensors among them."""
+    """`with LiveBytes() as live: ...`, then `live.peak`: the most bytes of storages made within and alive at once.
+    A storage counts from the operation that made it until nobody holds it, autograd's saved tensors among them."""
 
     def __init__(self) -> None:
         super().__init__()

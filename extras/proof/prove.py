@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
 """Trains the cases under releases of megatron-core, by Megatron's own 1F1B and by ours, and compares bit by bit.
 
-    python extras/proof/prove.py                                # every release, two and four ranks: half an hour
-    python extras/proof/prove.py --release 0.16.1 --ranks 2
-    python extras/proof/prove.py --release 0.19.2 --case "four stages" --schedule zb-2p
-    python extras/proof/prove.py --patch                        # zb_h1.patch against the release it was made for
+python extras/proof/prove.py                                # every release, two and four ranks: half an hour
+python extras/proof/prove.py --release 0.16.1 --ranks 2
+python extras/proof/prove.py --release 0.19.2 --case "four stages" --schedule zb-2p
+python extras/proof/prove.py --patch                        # zb_h1.patch against the release it was made for
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import apply_patch  # noqa: E402
+import plans  # noqa: E402
 import releases  # noqa: E402
 from cases import EVERY, FOUR_RANKS, TWO_RANKS, Case  # noqa: E402
 from release_process import CaseError, ReleaseProcess  # noqa: E402
 
-BASELINE = "megatron"
-PLANNED = ("zb-1p", "zb-2p", "zb-h2")  # by a plan's file; zb-h1 is made by the package
 SCHEDULES = ("zb-h1", "zb-1p", "zb-2p")
 SAME = ("losses", "norms", "evaluations", "weights")
 # The patch has one schedule and refuses overlap.
@@ -39,26 +35,12 @@ PATCH_CASES = (
 )  # fmt: skip
 
 
-def plan_of(schedule: str, case: Case, folder: Path) -> str | None:
-    """The file of a plan for the case's pipeline as `show_schedule` writes it; None for what the package makes itself."""
-    if schedule not in PLANNED:
-        return None
-    path = folder / f"{schedule}-{case.pipeline}-{case.microbatches}.json"
-    if not path.exists():
-        words = ["--schedule", schedule, "--stages", str(case.pipeline)]
-        words += ["--microbatches", str(case.microbatches), "--format", "plan"]
-        result = subprocess.run(
-            [sys.executable, str(ROOT / "tools" / "show_schedule.py"), *words], capture_output=True, text=True, cwd=ROOT
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        path.write_text(result.stdout)
-    return str(path)
-
-
-def differences(case: Case, process: ReleaseProcess, schedules: Sequence[str], plans: Path) -> list[str]:
+def differences(case: Case, process: ReleaseProcess, schedules: Sequence[str], folder: Path) -> list[str]:
     """What is not 1F1B's, bit by bit. Raises CaseError where a training does not run."""
-    asked = [(BASELINE, None), *((schedule, plan_of(schedule, case, plans)) for schedule in schedules)]
-    own, *others = process.records(case, asked)
+    arguments = [
+        plans.arguments(schedule, case.pipeline, case.microbatches, folder) for schedule in schedules
+    ]
+    own, *others = process.records(case, [None, *arguments])
     return [
         line for name, records in zip(schedules, others, strict=True) for line in compared(name, own, records)
     ]
@@ -68,11 +50,21 @@ def compared(name: str, own: list[dict[str, Any]], other: list[dict[str, Any]]) 
     """Lines for each rank and each figure that is not equal."""
     lines = []
     for rank, (expected, found) in enumerate(zip(own, other, strict=True)):
-        assert expected["losses"] and "nan" not in expected["norms"], f"1F1B itself has no figures: {expected}"
+        assert expected["losses"], f"1F1B itself has no figures: {expected}"
+        assert "nan" not in expected["norms"], f"1F1B itself has no figures: {expected}"
         for key in SAME:
             if expected[key] != found[key]:
-                lines.append(f"{name}, rank {rank}, {key}: {found[key]} instead of {expected[key]}")
+                lines.append(f"{name}, rank {rank}, {key}: {_first(expected[key], found[key])}")
     return lines
+
+
+def _first(expected: Any, found: Any) -> str:
+    """The first step that differs, or the value."""
+    if not isinstance(expected, list):
+        return f"{found} instead of {expected}"
+    assert len(expected) == len(found), f"{len(found)} figures instead of {len(expected)}"
+    step = next(step for step, both in enumerate(zip(expected, found, strict=True)) if both[0] != both[1])
+    return f"step {step}: {float.fromhex(found[step])!r} instead of {float.fromhex(expected[step])!r}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -81,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--release", nargs="+", choices=releases.RELEASES, default=releases.RELEASES)
     parser.add_argument("--ranks", type=int, choices=(2, 4), help="none: both")
     parser.add_argument("--case", nargs="+", choices=EVERY, help="none: all")
-    parser.add_argument("--schedule", nargs="+", choices=("zb-h1", *PLANNED), default=SCHEDULES)
+    parser.add_argument("--schedule", nargs="+", default=SCHEDULES)
     parser.add_argument("--patch", action="store_true", help="zb_h1.patch instead of the package")
     options = parser.parse_args(words)
     chosen = [EVERY[name] for name in options.case or ()] or [*TWO_RANKS, *FOUR_RANKS]
@@ -93,11 +85,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def prove(release: str, cases: Sequence[Case], schedules: Sequence[str]) -> Any:
     """A line for each case, with whether it is as it should be."""
-    with tempfile.TemporaryDirectory() as plans, ReleaseProcess(release) as process:
+    with tempfile.TemporaryDirectory() as folder, ReleaseProcess(release) as process:
         for case in cases:
             where = f"megatron-core {release}, {case.ranks} ranks, {case.name}"
             try:
-                found = differences(case, process, schedules, Path(plans))
+                found = differences(case, process, schedules, Path(folder))
             except CaseError as error:
                 yield f"{where}: does not run\n{error}", False
                 continue
@@ -112,7 +104,7 @@ def prove_patch() -> Any:
     with ReleaseProcess(release) as own, ReleaseProcess(release, megatron=changed) as other:
         for name in PATCH_CASES:
             case = EVERY[name]
-            found = compared("the patch", *(process.records(case, [(BASELINE, None)])[0] for process in (own, other)))
+            found = compared("the patch", *(process.records(case, [None])[0] for process in (own, other)))
             where = f"megatron-core {release} with {apply_patch.PATCH.name}, {case.ranks} ranks, {name}"
             what = f"{case.steps} steps have 1F1B's bits"
             yield (f"{where}: {what}" if not found else "\n".join([f"{where}:", *found])), not found

@@ -29,8 +29,8 @@ AT_EACH_CI = ("0.12.3", "0.16.1")
 # These import triton as soon as megatron.core is imported: 286 MB, for them alone.
 TRITON = "triton==3.8.0"
 NEEDS_TRITON: tuple[str, ...] = ("0.17.1", "0.18.2", "0.19.2")
-# The Python whose wheels are fetched: 0.12 and 0.13 have none for 3.12, 0.17 and later none for 3.11. Their files compile
-# under either; what is compiled in them (a helper of data sets) is not used.
+# The Python whose wheels are fetched: 0.12 and 0.13 have none for 3.12, 0.17 and later none for 3.11. Their files
+# compile under either; what is compiled in them already (a helper of data sets) is not used.
 PYTHON_OF_WHEELS = {release: "3.11" if release in RELEASES[:5] else "3.12" for release in RELEASES}
 
 
@@ -65,7 +65,11 @@ def unpacked(requirement: str, cache: Path = CACHE) -> Path:
 
 def _fetched(requirement: str, folder: Path) -> list[Path]:
     # Triton's wheel has to be of the Python that runs.
-    version = [] if requirement == TRITON else ["--python-version", PYTHON_OF_WHEELS[requirement.partition("==")[2]]]
+    version = (
+        []
+        if requirement == TRITON
+        else ["--python-version", PYTHON_OF_WHEELS[requirement.partition("==")[2]]]
+    )
     words = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
     words += ["--only-binary", ":all:", *version, "--dest", str(folder), requirement]
     result = subprocess.run(words, capture_output=True, text=True)

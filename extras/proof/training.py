@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,17 +12,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import zbpp_light
 from cases import Case
 from live_bytes import LiveBytes
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-2, 0.1, 1.0
 
@@ -42,6 +48,21 @@ class Record:
     peak_bytes: int = 0
 
 
+def train_each(
+    ctx: Any, case: dict[str, Any], schedules: list[dict[str, str] | None], measure_memory: bool
+) -> list[dict[str, Any]]:
+    """A case once for each schedule (arguments of `patch_megatron`, or None for Megatron's own), one after the other on
+    the same ranks: `Record`s."""
+    records = []
+    for words in schedules:
+        if words is not None:
+            zbpp_light.patch_megatron(**words)
+        records.append(dataclasses.asdict(train(Case(**case), measure_memory=measure_memory)))
+        if words is not None:
+            zbpp_light.unpatch_megatron()
+    return records
+
+
 def train(case: Case, *, measure_memory: bool = False) -> Record:
     """All steps of a case on this rank, by whatever schedule `get_forward_backward_func` gives."""
     parallel_state.initialize_model_parallel(
@@ -57,7 +78,7 @@ def train(case: Case, *, measure_memory: bool = False) -> Record:
 
 def _train(case: Case, measure_memory: bool) -> Record:
     torch.manual_seed(1234)
-    with accumulation_kernel() if case.fusion else _nothing():
+    with accumulation_kernel() if case.fusion else contextlib.nullcontext():
         config = transformer_config(case)
         model = wrapped(case, config, gpt(case, config))
         optimizer = Optimizer(case, config, model)
@@ -65,7 +86,7 @@ def _train(case: Case, measure_memory: bool) -> Record:
         for step in range(case.steps):
             clear_gradients(case, model, optimizer)
             last = step == case.steps - 1
-            with LiveBytes() if measure_memory and last else _nothing() as live:
+            with LiveBytes() if measure_memory and last else contextlib.nullcontext() as live:
                 losses = run_step(case, model, step, forward_only=False)
             if live is not None:
                 record.peak_bytes = live.peak
@@ -78,58 +99,56 @@ def _train(case: Case, measure_memory: bool) -> Record:
         return record
 
 
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 # The model ---------------------------------------------------------------------------------------------
 
 
 def transformer_config(case: Case) -> TransformerConfig:
     llama = case.shape == "llama"
-    words: dict[str, Any] = dict(
-        num_layers=case.layers,
-        hidden_size=case.hidden,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=case.tensor,
-        pipeline_model_parallel_size=case.pipeline,
-        sequence_parallel=case.tensor > 1,
-        gradient_accumulation_fusion=case.fusion,
-        deallocate_pipeline_outputs=True,
-        calculate_per_token_loss=case.per_token,
-        attention_dropout=case.dropout,
-        hidden_dropout=case.dropout,
-        bias_dropout_fusion=False,
-    )
+    words: dict[str, Any] = {
+        "num_layers": case.layers,
+        "hidden_size": case.hidden,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "pipeline_dtype": torch.float32,
+        "tensor_model_parallel_size": case.tensor,
+        "pipeline_model_parallel_size": case.pipeline,
+        "sequence_parallel": case.tensor > 1,
+        "gradient_accumulation_fusion": case.fusion,
+        "deallocate_pipeline_outputs": True,
+        "calculate_per_token_loss": case.per_token,
+        "attention_dropout": case.dropout,
+        "hidden_dropout": case.dropout,
+        "bias_dropout_fusion": False,
+    }
     if llama:
-        words |= dict(
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            num_query_groups=2,
-            ffn_hidden_size=2 * case.hidden,
-        )
+        words |= {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 2 * case.hidden,
+        }
     if case.experts:
-        words |= dict(
-            num_moe_experts=case.experts,
-            moe_router_topk=2,
-            moe_token_dispatcher_type="alltoall",
-            moe_aux_loss_coeff=1e-2,
-            moe_ffn_hidden_size=case.hidden,
-            expert_model_parallel_size=case.expert,
-        )
+        words |= {
+            "num_moe_experts": case.experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_ffn_hidden_size": case.hidden,
+            "expert_model_parallel_size": case.expert,
+        }
     if case.recompute:
-        words |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        words |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(**words)
 
 
 def gpt(case: Case, config: TransformerConfig) -> GPTModel:
-    spec_words = dict(num_experts=case.experts or None, moe_grouped_gemm=False, normalization=config.normalization)
+    spec_words = {
+        "num_experts": case.experts or None,
+        "moe_grouped_gemm": False,
+        "normalization": config.normalization,
+    }
     return GPTModel(
         config,
         get_gpt_layer_local_spec(**_known(get_gpt_layer_local_spec, spec_words)),
@@ -170,10 +189,9 @@ def wrapped(case: Case, config: TransformerConfig, model: GPTModel) -> torch.nn.
     return ddp
 
 
-def accumulation_kernel() -> Any:
+@contextlib.contextmanager
+def accumulation_kernel() -> Iterator[None]:
     """A stand-in for apex's kernel of fused accumulation, which is CUDA's, for the time of a `with`."""
-    import contextlib
-
     from megatron.core.tensor_parallel import layers
 
     def add(x: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -182,22 +200,18 @@ def accumulation_kernel() -> Any:
     kernel = types.ModuleType("fused_weight_gradient_mlp_cuda")
     kernel.wgrad_gemm_accum_fp32 = kernel.wgrad_gemm_accum_fp16 = add
 
-    @contextlib.contextmanager
-    def installed() -> Iterator[None]:
-        before = layers.__dict__.get("fused_weight_gradient_mlp_cuda"), layers._grad_accum_fusion_available
-        layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = kernel, True
-        sys.modules["fused_weight_gradient_mlp_cuda"] = kernel
-        try:
-            yield
-        finally:
-            layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = before
-            del sys.modules["fused_weight_gradient_mlp_cuda"]
-
-    return installed()
+    before = layers.__dict__.get("fused_weight_gradient_mlp_cuda"), layers._grad_accum_fusion_available
+    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = kernel, True
+    sys.modules["fused_weight_gradient_mlp_cuda"] = kernel
+    try:
+        yield
+    finally:
+        layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = before
+        del sys.modules["fused_weight_gradient_mlp_cuda"]
 
 
 def norms_under_sequence_parallel() -> None:
-    """Apex's and Transformer Engine's norms mark their weights under sequence parallelism; torch's refuse it. Mark them."""
+    """Apex's and Transformer Engine's norms mark their weights under sequence parallelism. Torch's refuse it: mark."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     plain = WrappedTorchNorm.__new__
@@ -214,8 +228,9 @@ def norms_under_sequence_parallel() -> None:
 def without_transformer_engine() -> None:
     """What releases ask of Transformer Engine without need: a router's kernel (0.13 to 0.16), and to quantize no
     parameters after a step of the distributed optimizer (0.12)."""
-    from megatron.core import fp8_utils
     from megatron.core.transformer.moe import moe_utils
+
+    from megatron.core import fp8_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
     quantize = fp8_utils._quantize_param_shard_impl
@@ -292,14 +307,14 @@ class Optimizer:
             self.plain = torch.optim.AdamW(self.parameters, LEARNING_RATE, weight_decay=WEIGHT_DECAY)
             self.megatron = None
             return
-        words = dict(
-            optimizer="adam",
-            lr=LEARNING_RATE,
-            weight_decay=WEIGHT_DECAY,
-            clip_grad=CLIP,
-            use_distributed_optimizer=case.ddp.startswith("sharded"),
-            overlap_param_gather=case.ddp == "sharded-overlap",
-        )
+        words = {
+            "optimizer": "adam",
+            "lr": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "clip_grad": CLIP,
+            "use_distributed_optimizer": case.ddp.startswith("sharded"),
+            "overlap_param_gather": case.ddp == "sharded-overlap",
+        }
         self.megatron = get_megatron_optimizer(OptimizerConfig(**_known(OptimizerConfig, words)), [model])
 
     def step(self) -> float:
@@ -325,7 +340,3 @@ def _sum(losses: list[dict[str, Tensor]]) -> str:
 
 def _bits(model: torch.nn.Module) -> int:
     return sum(int(parameter.data.view(torch.int32).long().sum()) for parameter in model.parameters())
-
-
-def world_is_as(case: Case) -> None:
-    assert dist.get_world_size() == case.ranks, f"{case.name} asks for {case.ranks} ranks, not {dist.get_world_size()}"

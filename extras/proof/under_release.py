@@ -1,17 +1,19 @@
-"""Runs inside a release: `prove.py` starts it with the release's folder on the path. Cases come in, records go out."""
+"""Runs inside a release: `ReleaseProcess` starts it with the release's folder on the path. What to run comes in, line
+by line, and what it gave goes out."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent / "zbpp_light" / "examples")]
-sys.path += [str(HERE.parent / "zbpp_light"), str(HERE.parents[1] / "tests")]
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "wheels")]
 
 import torch  # noqa: E402
 
@@ -21,42 +23,26 @@ import cpu_shims  # noqa: E402
 
 cpu_shims.install()
 
-from cases import Case  # noqa: E402
-from harness.ranks import RankContext, run_ranks  # noqa: E402
-
-
-def on_rank(ctx: RankContext, case: Case, schedules: list[list[Any]], measure_memory: bool) -> list[dict[str, Any]]:
-    """The case once for each schedule, one after the other on the same ranks."""
-    import training
-
-    records = []
-    for schedule, plan in schedules:
-        if schedule != "megatron":
-            import zbpp_light
-
-            zbpp_light.patch_megatron(**({"plan": plan} if plan else {"schedule": schedule}))
-        try:
-            records.append(dataclasses.asdict(training.train(case, measure_memory=measure_memory)))
-        finally:
-            if schedule != "megatron":
-                zbpp_light.unpatch_megatron()
-    return records
+import torch._dynamo  # noqa: E402  optimizers import it at their first step: once, before ranks are forked
+from harness.ranks import RankContext, rank_outcomes  # noqa: E402
 
 
 def main() -> None:
-    """A line of JSON in: {case, schedules: [[name, plan or null]], memory}; a line out: {records by rank} or {error}."""
-    import training  # noqa: F401  before the fork: ranks share what is imported
-
-    replies = sys.stdout
-    sys.stdout = sys.stderr
+    """A line of JSON in: {function: "module:name", ranks, arguments, timeout}; one out: what became of each rank."""
+    replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         asked = json.loads(line)
-        case = Case(**asked["case"])
         try:
-            by_rank = run_ranks(
-                on_rank, case.ranks, case, asked["schedules"], asked.get("memory", False), timeout=asked["timeout"]
-            )
-            reply = {"records": by_rank}
+            module, _, name = asked["function"].partition(":")
+            function = getattr(
+                importlib.import_module(module), name
+            )  # before the fork: ranks share what is imported
+
+            def on_rank(ctx: RankContext) -> object:
+                return function(ctx, **asked["arguments"])  # noqa: B023  of this line
+
+            outcomes = rank_outcomes(on_rank, asked["ranks"], timeout=asked["timeout"])
+            reply = {"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
         except Exception:
             reply = {"error": traceback.format_exc()}
         print(json.dumps(reply), file=replies, flush=True)

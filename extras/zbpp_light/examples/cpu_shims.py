@@ -26,10 +26,14 @@ class OnlyStream:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def wait_stream(self, stream: OnlyStream) -> None:
+    def wait_stream(self, *other: Any) -> None:
         """Nothing runs beside it."""
 
-    synchronize = wait_event = record_event = lambda self, *event: None
+    synchronize = wait_event = wait_stream
+
+    def record_event(self, *event: Any) -> OnlyStream:
+        """Whatever came before is done: who waits for the event may as well ask the stream."""
+        return self
 
 
 class CudaMeansCpu(TorchFunctionMode):
@@ -49,6 +53,11 @@ def _on_cpu(value: Any) -> Any:
     return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
+def _as_list(sizes: Any) -> Any:
+    """Of the tokens of each expert: Megatron makes a list of what comes from a GPU, and leaves a CPU's tensor."""
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+
 def install() -> None:
     """From here on, and in processes forked from this one."""
     CudaMeansCpu().__enter__()
@@ -57,6 +66,13 @@ def install() -> None:
     torch.cuda.Stream, torch.cuda.current_stream = OnlyStream, OnlyStream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.Tensor.cuda = lambda tensor, *device, **words: tensor
+    exchange = torch.distributed.all_to_all_single
+
+    def all_to_all(output: Any, tensor: Any, to: Any = None, back: Any = None, *others: Any, **words: Any) -> Any:
+        sizes = [words.pop(f"{end}_split_sizes", given) for end, given in (("output", to), ("input", back))]
+        return exchange(output, tensor, *map(_as_list, sizes), *others, **words)
+
+    torch.distributed.all_to_all_single = all_to_all
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     # One stream of random numbers a rank instead of one for each kind of parallelism.

@@ -1,4 +1,4 @@
-"""Zero-bubble pipeline schedules in a megatron-core of your own: `zbpp_light.patch_megatron()` before the first step."""
+"""Zero-bubble pipeline schedules for a megatron-core of your own: `zbpp_light.patch_megatron()`."""
 
 from zbpp_light.patching import patch_megatron, unpatch_megatron
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 _GRAPHS, _ORDER = "CUDA graphs hold B and W together", "it counts on the order of 1F1B"
 # Settings of Megatron's configuration: values that are right beside None, and why others are not.
@@ -30,36 +30,34 @@ _SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def problems(config: Any, chunks: list[nn.Module]) -> list[str]:
     """Of this stage. chunks: its part of the model."""
-    values = {name: getattr(config, name, None) for name in _SETTINGS}
-    reasons = [
-        f"{name} is {value!r}: {_SETTINGS[name][1]}"
-        for name, value in values.items()
-        if value is not None and value not in _SETTINGS[name][0]
-    ]
+    reasons = []
+    for name, (right, why) in _SETTINGS.items():
+        if getattr(config, name, None) not in (None, *right):
+            reasons.append(f"{name} is {getattr(config, name)!r}: {why}")
     if len(chunks) > 1:
         reasons.append(f"a rank has {len(chunks)} chunks of the model: virtual pipelines have a schedule of their own")
-    for chunk in chunks:
-        reasons += _model_problems(config, chunk)
-    return reasons
-
-
-def _model_problems(config: Any, model: nn.Module) -> list[str]:
-    reasons = []
-    modules = {name: module for name, module in model.named_modules()}
-    if grouped := [name for name, module in modules.items() if type(module).__name__ == "GroupedMLP"]:
-        reasons.append(f"{grouped[0]} is a GroupedMLP, whose kernel computes B and W together: use sequential experts")
-    fixed = [name for name, module in modules.items() if _of_engine(module) and not _delays(module, config, model)]
-    if fixed:
+    modules = [(name, module, chunk) for chunk in chunks for name, module in chunk.named_modules()]
+    for name, _, _ in [some for some in modules if type(some[1]).__name__ == "GroupedMLP"][:1]:
+        reasons.append(f"{name} is a GroupedMLP, whose kernel computes B and W together: use sequential experts")
+    for name, module, _ in [some for some in modules if _of_engine(some[1]) and not _delays(some[1], config, some[2])][
+        :1
+    ]:
         reasons.append(
-            f"{fixed[0]} is a {type(modules[fixed[0]]).__name__} of Transformer Engine, which computes B and W together: "
-            "set delay_wgrad_compute in the configurations of model and DistributedDataParallel before they are built "
+            f"{name} is a {type(module).__name__} of Transformer Engine, which computes B and W together: set "
+            "delay_wgrad_compute in the configurations of model and DistributedDataParallel before they are built "
             "(Megatron 0.13 and Transformer Engine 2.3 on), or use --transformer-impl local"
         )
-    if any(hasattr(weight, "__fsdp_param__") or hasattr(weight, "placements") for weight in model.parameters()):
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    if any(hasattr(weight, "__fsdp_param__") or hasattr(weight, "placements") for weight in weights):
         reasons.append("weights are sharded (FSDP), and gathered for B and W together: use the distributed optimizer")
-    if getattr(getattr(model, "model_type", None), "name", "") == "encoder_and_decoder":
+    if any(getattr(model_type(chunk), "name", "") == "encoder_and_decoder" for chunk in chunks):
         reasons.append("the model has encoder and decoder: messages between stages are more than one tensor")
     return reasons
+
+
+def model_type(model: nn.Module) -> Any:
+    """Megatron's, of a model that may be wrapped, or None."""
+    return next((module.model_type for module in model.modules() if hasattr(module, "model_type")), None)
 
 
 def can_split(layers: Any, config: Any, model: nn.Module) -> bool:
@@ -68,10 +66,10 @@ def can_split(layers: Any, config: Any, model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules()) or any(engine_linears(config, model))
 
 
-def embedding_weights(layers: Any, model: nn.Module) -> set[Tensor]:
+def embedding_weights(layers: Any, model: nn.Module) -> list[Any]:
     """Weights of this stage's embeddings: what else uses one adds to its gradient in the same B."""
     kinds = (layers.VocabParallelEmbedding, nn.Embedding)
-    return {module.weight for module in model.modules() if isinstance(module, kinds)}
+    return [module.weight for module in model.modules() if isinstance(module, kinds)]
 
 
 def engine_linears(config: Any, model: nn.Module) -> Iterator[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp_light import schedules
+from zbpp_light import checks, schedules
 from zbpp_light.messages import Neighbour
 from zbpp_light.schedules import BW, B, F, Rows, Timing, W
 from zbpp_light.signatures import call
@@ -24,6 +25,8 @@ class Groups:
 
     def __init__(self, state: Any, given: Mapping[str, Any]) -> None:
         groups, messages = given.get("pg_collection"), given.get("p2p_communicator")
+        if messages is not None and not hasattr(messages, "pp_group"):
+            raise ValueError(f"zbpp_light: messages of a {type(messages).__name__} are of pipelines of several modules")
         pipeline: Any = messages.pp_group if messages is not None else state.get_pipeline_model_parallel_group()
         if isinstance(pipeline, list):  # 0.12 has several where encoders have ranks of their own
             assert len(pipeline) == 1, f"{len(pipeline)} pipelines through a rank"
@@ -47,19 +50,23 @@ class Step:
         given: Mapping[str, Any],
     ) -> None:
         self._megatron, self._groups, self._weights, self._given = megatron, groups, weights, given
-        model, data = given["model"], given["data_iterator"]
-        self._model = model[0] if isinstance(model, list) else model
-        self._data = data[0] if isinstance(data, list) else data
-        self._config = megatron.get_model_config(self._model)
-        self._microbatches: int = given["num_microbatches"]
-        self._row = rows[groups.stage]
-        self._device = next(self._model.parameters()).device
+        model, data = (only[0] if isinstance(only, list) else only for only in (given["model"], given["data_iterator"]))
+        self._model, self._config = model, megatron.get_model_config(model)
+        self._row, self._microbatches = rows[groups.stage], given["num_microbatches"]
+        self._losses: list[Any] = []
+        # What Megatron's functions of any release may ask for, by their parameters.
+        self._values: dict[str, Any] = {"decoder_seq_length": None, "collect_non_loss_data": False, **given}
+        self._values |= {"model": model, "data_iterator": data, "config": self._config}
+        self._values |= {"forward_data_store": self._losses, "model_type": checks.model_type(model)}
+        self._values |= {"tp_group": groups.tensor, "cp_group": groups.context, "cp_group_size": groups.context.size()}
+        self._values |= {"pipeline_model_parallel_size": groups.stages, "encoder_decoder_xattn": False}
+        self._values |= {"is_last_stage": groups.stage == groups.stages - 1}
+        self._device = next(model.parameters()).device
+        self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
+        self._held: dict[int, tuple[Tensor | None, Tensor]] = {}  # input and output, until B
         # Of what comes from the stage before, and of what goes to the next; gradients have the same, the other way.
         self._shapes = self._tensor_shapes()
         self._before, self._behind = (self._neighbour(rows, timing, side) for side in (0, 1))
-        self._held: dict[int, tuple[Tensor | None, Tensor]] = {}  # input and output, until B
-        self._losses: list[Any] = []
-        self._tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def run(self) -> list[Any]:
         """All operations, then what Megatron does behind its last backward. Returns the losses, of the last stage."""
@@ -91,56 +98,33 @@ class Step:
         input = self._before.receive(microbatch).requires_grad_() if self._before is not None else None
         kept = self._config.num_microbatches_with_partial_activation_checkpoints
         again = None if kept is None else microbatch % schedules.most(self._row, F, B, BW) >= kept
-        values = {
-            "forward_step_func": self._given["forward_step_func"],
-            "data_iterator": self._data,
-            "model": self._model,
-            "num_microbatches": self._microbatches,
-            "input_tensor": input,
-            "forward_data_store": self._losses,
-            "config": self._config,
-            "cp_group_size": self._groups.context.size(),
-            "collect_non_loss_data": self._given.get("collect_non_loss_data", False),
-            "checkpoint_activations_microbatch": again,
-            "is_first_microbatch": microbatch == 0,
-            "current_microbatch": microbatch,
-            "is_last_stage": self._behind is None,
-        }
-        output, tokens = call(self._megatron.forward_step, values)
+        values = {"input_tensor": input, "checkpoint_activations_microbatch": again}
+        values |= {"is_first_microbatch": microbatch == 0, "current_microbatch": microbatch}
+        output, tokens = call(self._megatron.forward_step, self._values | values)
         self._tokens += tokens
         self._send(self._behind, microbatch, output, self._shapes[1])
         self._held[microbatch] = input, output
         self._megatron.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
     def _backward(self, microbatch: int) -> None:
+        gradient = self._behind.receive(microbatch) if self._behind is not None else None
         input, output = self._held.pop(microbatch)
-        values = {
-            "input_tensor": input,
-            "output_tensor": output,
-            "output_tensor_grad": self._behind.receive(microbatch) if self._behind is not None else None,
-            "model_type": getattr(self._model, "model_type", None),
-            "pipeline_model_parallel_size": self._groups.stages,
-            "config": self._config,
-        }
-        gradient = call(self._megatron.backward_step, values)
-        self._send(self._before, microbatch, gradient, self._shapes[0])
+        values = {"input_tensor": input, "output_tensor": output, "output_tensor_grad": gradient}
+        self._send(self._before, microbatch, call(self._megatron.backward_step, self._values | values), self._shapes[0])
 
     def _send(self, to: Neighbour | None, microbatch: int, tensor: Tensor, shape: tuple[int, ...]) -> None:
         if to is None:
             return
         if tuple(tensor.shape) != shape or tensor.dtype != self._config.pipeline_dtype:
             raise ValueError(
-                f"zbpp_light: stage {self._groups.stage} has {tuple(tensor.shape)} of {tensor.dtype} for the one beside "
-                f"it, which receives {shape} of {self._config.pipeline_dtype} (pipeline_dtype)"
+                f"zbpp_light: stage {self._groups.stage} has {tuple(tensor.shape)} of {tensor.dtype} for the one beside"
+                f" it, which receives {shape} of {self._config.pipeline_dtype} (pipeline_dtype)"
             )
         to.send(microbatch, tensor)
 
     def _tensor_shapes(self) -> list[tuple[int, ...]]:
-        values = {name: self._given.get(name) for name in ("seq_length", "micro_batch_size", "decoder_seq_length")}
-        values |= {"config": self._config, "model_type": getattr(self._model, "model_type", None)}
-        values |= {"tp_group": self._groups.tensor, "cp_group": self._groups.context, "encoder_decoder_xattn": False}
-        stage, function = self._groups.stage, self._megatron.get_tensor_shapes
-        both = [call(function, {**values, "rank": rank}) for rank in (stage - 1, stage)]
+        function, stage = self._megatron.get_tensor_shapes, self._groups.stage
+        both = [call(function, self._values | {"rank": rank}) for rank in (stage - 1, stage)]
         if self._given.get("adjust_tensor_shapes_fn") is not None:
             both = list(self._given["adjust_tensor_shapes_fn"](*both))
         if any(len(shapes) != 1 or shapes[0] is None for shapes in both):
@@ -150,15 +134,14 @@ class Step:
     def _neighbour(self, rows: Rows, timing: Timing, side: int) -> Neighbour | None:
         """side: 0, the stage before, or 1, the next."""
         group, stage = self._groups.pipeline, self._groups.stage
-        other, first = stage - 1 + 2 * side, stage - 1 + side
+        other, sends, receives = ((stage - 1, B, F), (stage + 1, F, B))[side]
         if not 0 <= other < len(rows):
             return None
-        order = schedules.between(timing, first, self._microbatches)
-        sends, receives = (B, F) if side == 0 else (F, B)
+        order = schedules.between(timing, min(stage, other), self._microbatches)
         delivered = schedules.done_before(rows[other], sends, receives)
-        shape, dtype, device = self._shapes[side], self._config.pipeline_dtype, self._device
-        peer = dist.get_global_rank(group, other)
-        return Neighbour(peer, group, sends, order, delivered, lambda: torch.empty(shape, dtype=dtype, device=device))
+        words = {"dtype": self._config.pipeline_dtype, "device": self._device}
+        buffer = functools.partial(torch.empty, self._shapes[side], **words)
+        return Neighbour(dist.get_global_rank(group, other), group, sends, order, delivered, buffer)
 
 
 class _GradSync:
@@ -172,12 +155,12 @@ class _GradSync:
         self.set(False)
 
     def set(self, on: bool) -> None:
-        on = on and self._early
-        if on and self._context is not None:
+        if (on and self._early) == (self._context is None):
+            return
+        if self._context is not None:
             self._context.__exit__(None, None, None)
-            self._context = None
-        elif not on and self._context is None:
-            self._context = self._no_sync()
+        self._context = self._no_sync() if self._context is None else None
+        if self._context is not None:
             self._context.__enter__()
 
     def finish(self, model: torch.nn.Module) -> None:

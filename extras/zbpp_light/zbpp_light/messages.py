@@ -36,16 +36,15 @@ class Neighbour:
         self._left, self._delivered, self._buffer = deque(order), delivered, buffer
         self._posted: dict[int, tuple[Tensor, Any]] = {}
         self._sent: deque[tuple[Tensor, Any]] = deque()
-        self._released = 0
+        self._gone = 0  # of those that were sent
         self._post_ahead()
 
     def send(self, microbatch: int, tensor: Tensor) -> None:
         """Begins to send a tensor, and keeps it until it has come."""
         while self._left[0] != (self._sends, microbatch):
             self._post()
-        self._left.popleft()
         tensor = tensor.detach().contiguous()
-        self._sent.append((tensor, dist.isend(tensor, self._peer, self._group, _tag(self._sends, microbatch))))
+        self._sent.append((tensor, dist.isend(tensor, self._peer, self._group, _tag(*self._left.popleft()))))
         self._post_ahead()
 
     def receive(self, microbatch: int) -> Tensor:
@@ -54,14 +53,14 @@ class Neighbour:
             self._post()
         tensor, work = self._posted.pop(microbatch)
         work.wait()
-        self._release(self._delivered[microbatch])
+        self._let_go(self._delivered[microbatch])
         self._post_ahead()
         return tensor
 
     def finish(self) -> None:
         """All messages have come, behind the last operation of a step."""
-        assert not self._left and not self._posted, (self._left, self._posted)
-        self._release(self._released + len(self._sent))
+        assert not self._left, f"{self._left} are not sent and received"
+        self._let_go(self._gone + len(self._sent))
 
     def _post_ahead(self) -> None:
         while len(self._posted) < AHEAD and self._left and self._left[0][0] != self._sends:
@@ -73,11 +72,11 @@ class Neighbour:
         tensor = self._buffer()
         self._posted[microbatch] = tensor, dist.irecv(tensor, self._peer, self._group, _tag(kind, microbatch))
 
-    def _release(self, count: int) -> None:
-        """Lets go of the first so many, which have come: waiting for them takes no time."""
-        while self._released < count:
+    def _let_go(self, count: int) -> None:
+        """Of the first so many, which have come: waiting for them takes no time."""
+        while self._gone < count:
             self._sent.popleft()[1].wait()
-            self._released += 1
+            self._gone += 1
 
 
 def _tag(kind: str, microbatch: int) -> int:

@@ -13,17 +13,15 @@ import re
 from typing import Any
 
 from zbpp_light import schedules
-from zbpp_light.schedules import BW, B, F, Op, Row, Rows, W
+from zbpp_light.schedules import BW, B, F, Row, Rows, W
 
 MAX_BYTES, VERSION = 1 << 24, 1
-_FIELDS = ("version schedule placement ranks chunks microbatches bitwise forward_only hash ops").split()
+_FIELDS = "version schedule placement ranks chunks microbatches bitwise forward_only hash ops".split()
 _IGNORED = ("UNSHARD", "RESHARD", "REDUCE", "HSDP_ALL_REDUCE")  # of data parallelism, which is Megatron's here
 _VALIDATION = ("SEND_STATE", "RECV_STATE", "VALIDATE", "STEP")
-_KINDS = (*_IGNORED, *_VALIDATION, "SEND_F", "SEND_B", "RECV_F", "RECV_B", BW, F, B, W)
-_OP = re.compile(
-    rf"(\d{{1,6}})({'|'.join(_KINDS)})(\d{{1,6}})?([\[.][^@#]*)?(?:@(\d{{1,6}}))?(?:#(\d{{1,9}}))?", re.ASCII
-)
-Ends = dict[tuple[str, str, int, int], int]  # of messages: SEND or RECV, F or B, sender, microbatch -> pair id
+_KINDS = "|".join((*_IGNORED, *_VALIDATION, "SEND_F", "SEND_B", "RECV_F", "RECV_B", BW, F, B, W))
+_OP = re.compile(rf"(\d{{1,6}})({_KINDS})(\d{{1,6}})?([\[.][^@#]*)?(?:@(\d{{1,6}}))?(?:#(\d{{1,9}}))?", re.ASCII)
+Message = tuple[str, int, int, int, int]  # F or B, sender, receiver, microbatch, pair id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,35 +63,38 @@ def parse(text: str, path: str) -> PlanFile:
         raise ValueError(f"this is no plan: {error}") from None
     if wrong := _wrong_header(content):
         raise ValueError(wrong)
-    if _hash(content) != content["hash"]:
-        raise ValueError(f"its hash is {_hash(content)}, its header says {content['hash']!r:.80}: it was changed")
-    ends: Ends = {}
-    stages, microbatches = content["ranks"], content["microbatches"]
-    kept = [_row(stage, stages, texts, ends) for stage, texts in enumerate(content["ops"])]
-    rows = tuple(row for row, _ in kept)
-    schedules.check(rows, microbatches)
-    schedules.timed(rows)
-    _check_pairs(ends, stages, microbatches)
-    return PlanFile(path, content["schedule"], rows, microbatches, sum(ignored for _, ignored in kept))
+    rows: list[Row] = []
+    messages: dict[str, list[Message]] = {"SEND": [], "RECV": []}
+    ignored = 0
+    for stage, texts in enumerate(content["ops"]):
+        ops = [_op(stage, text) for text in texts]
+        rows.append(tuple((kind, microbatch) for kind, microbatch, _, _ in ops if kind in (F, B, W, BW)))
+        ignored += sum(kind in _IGNORED for kind, *_ in ops)
+        for kind, microbatch, peer, pair in ops:
+            end, _, direction = kind.partition("_")
+            if end in messages and kind not in _IGNORED:
+                ends = (stage, peer) if end == "SEND" else (peer, stage)
+                messages[end].append((direction, *ends, microbatch, pair))
+    schedules.check(tuple(rows), content["microbatches"])
+    _check_messages(messages, len(rows), content["microbatches"])
+    return PlanFile(path, content["schedule"], tuple(rows), content["microbatches"], ignored)
 
 
 def _wrong_header(content: Any) -> str:
     """What is wrong with all but the operations, or nothing."""
     if not isinstance(content, dict) or set(content) - {"residency"} != set(_FIELDS):
         return f"this is no plan: a plan has {', '.join(_FIELDS)}"
+    name, ops, placement, chunks = (content[field] for field in ("schedule", "ops", "placement", "chunks"))
     if content["version"] != VERSION:
         return f"it has version {content['version']!r:.40}, this package reads version {VERSION}"
-    for name in ("ranks", "chunks", "microbatches"):
-        if type(content[name]) is not int or content[name] < 1:
-            return f"{name} is a number from 1 on, not {content[name]!r:.40}"
-    name, ops = content["schedule"], content["ops"]
+    for field in ("ranks", "chunks", "microbatches"):
+        if type(content[field]) is not int or content[field] < 1:
+            return f"{field} is a number from 1 on, not {content[field]!r:.40}"
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII):
         return f"schedule is a name, not {name!r:.40}"
-    if content["placement"] != "linear" or content["chunks"] != 1:
-        return (
-            f"{name} has {content['chunks']} chunks on each rank, placed as {content['placement']!r:.20}: this package "
-            f"runs one stage a rank, on a line ({', '.join((*schedules.NAMES, *schedules.SEARCHED))})"
-        )
+    if placement != "linear" or chunks != 1:
+        where = f"{name} has {chunks} chunks on each rank, placed as {placement!r:.20}"
+        return f"{where}: this package runs one stage a rank, on a line ({', '.join(schedules.KNOWN)})"
     if content["forward_only"] is not False:
         return "it is the plan of an evaluation, which runs by Megatron's own function: save one for training"
     if not isinstance(ops, list) or not all(
@@ -102,39 +103,10 @@ def _wrong_header(content: Any) -> str:
         return "ops is one list of texts a rank"
     if len(ops) != content["ranks"]:
         return f"it has operations of {len(ops)} ranks, its header says {content['ranks']}"
-    return ""
-
-
-def _hash(content: dict[str, Any]) -> str:
-    """Of what the plan does: all but names and flags."""
-    placement = {"kind": content["placement"], "ranks": content["ranks"], "chunks": content["chunks"]}
-    hashed = {"version": content["version"], "placement": placement, "ops": content["ops"]}
-    hashed |= {name: content[name] for name in ("residency",) if name in content}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _row(stage: int, stages: int, texts: list[str], ends: Ends) -> tuple[Row, int]:
-    """The computations of a stage, and how many operations are ignored. Enters its messages into `ends`."""
-    row: list[Op] = []
-    computed: set[Op] = set()
-    ignored = 0
-    for text in texts:
-        kind, microbatch, peer, pair = _op(stage, text)
-        if kind in _IGNORED:
-            ignored += 1
-        elif kind in (F, B, W, BW):
-            row.append((kind, microbatch))
-            computed.add((B if kind == BW else kind, microbatch))
-        else:
-            end, direction = kind.split("_")
-            message = (end, direction, stage if end == "SEND" else peer, microbatch)
-            if peer != stage + (1 if kind in ("SEND_F", "RECV_B") else -1) or not 0 <= peer < stages:
-                raise ValueError(f"{text!r:.80}: stage {stage} has no such message with rank {peer}")
-            if ((direction, microbatch) in computed) != (end == "SEND"):
-                raise ValueError(f"{text!r:.80} stands on the wrong side of {direction}{microbatch}")
-            if ends.setdefault(message, pair) is not pair or pair < 0:
-                raise ValueError(f"{text!r:.80} stands twice, or has no message")
-    return tuple(row), ignored
+    hashed = {"version": VERSION, "placement": {"kind": placement, "ranks": len(ops), "chunks": chunks}, "ops": ops}
+    hashed |= {field: content[field] for field in ("residency",) if field in content}
+    digest = hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return "" if digest == content["hash"] else f"its hash is {digest}, not {content['hash']!r:.80}: it was changed"
 
 
 def _op(stage: int, text: str) -> tuple[str, int, int, int]:
@@ -148,22 +120,22 @@ def _op(stage: int, text: str) -> tuple[str, int, int, int]:
     if kind not in _IGNORED:
         if int(at) != stage:
             raise ValueError(f"{text!r:.80} stands in the row of stage {stage}")
-        if part or microbatch is None or (kind in (F, B, W, BW) and (peer or pair)):
+        if part or microbatch is None or ("_" in kind) != (peer is not None) or ("_" in kind) != (pair is not None):
             raise ValueError(f"{text!r:.80} is no operation of a whole stage and one microbatch")
     numbers = [-1 if number is None else int(number) for number in (microbatch, peer, pair)]
     return kind, numbers[0], numbers[1], numbers[2]
 
 
-def _check_pairs(ends: Ends, stages: int, microbatches: int) -> None:
-    """Every message has both its ends, of one pair id; or there are none, before a pass has added them."""
-    pairs = set()
-    messages = [(F, sender) for sender in range(stages - 1)] + [(B, sender) for sender in range(1, stages)]
-    for direction, sender in messages if ends else ():
-        for microbatch in range(microbatches):
-            sent, received = (ends.get((end, direction, sender, microbatch)) for end in ("SEND", "RECV"))
-            if sent is None or sent != received or sent in pairs:
-                raise ValueError(
-                    f"{direction}{microbatch} of stage {sender} is sent as message {sent} and received as {received}: "
-                    "each message is sent and received once"
-                )
-            pairs.add(sent)
+def _check_messages(messages: dict[str, list[Message]], stages: int, microbatches: int) -> None:
+    """Each activation and gradient is sent and received once, as one pair; or none, before a pass has added them."""
+    sent, received = (sorted(messages[end]) for end in ("SEND", "RECV"))
+    if sent != received:
+        wrong = min(set(sent) ^ set(received), default=sent[:1])
+        raise ValueError(f"its messages are not in pairs: {wrong} (kind, sender, receiver, microbatch, pair)")
+    forth = [(F, stage, stage + 1, microbatch) for stage in range(stages - 1) for microbatch in range(microbatches)]
+    back = [(B, receiver, sender, microbatch) for _, sender, receiver, microbatch in forth]
+    pairs = {pair for *_, pair in sent}
+    if sent and (sorted(forth + back) != [message[:4] for message in sent] or len(pairs) != len(sent)):
+        raise ValueError(
+            "its messages are not each activation and gradient once, between neighbours, with a pair id each"
+        )

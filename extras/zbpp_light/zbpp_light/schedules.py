@@ -5,118 +5,92 @@ F is a forward, B a backward with respect to the input, W with respect to the we
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 F, B, W, BW = "F", "B", "W", "BW"
 Op = tuple[str, int]  # kind, microbatch
 Row = tuple[Op, ...]
 Rows = tuple[Row, ...]  # by stage
 
-# By name, of a stage and the number of stages: how many forwards it runs ahead, and how many weight gradients it lets
-# wait, to fill the end of its row with them. None: backwards are not split.
-_DEPTHS: dict[str, Callable[[int, int], tuple[int, int | None]]] = {
-    "1f1b": lambda stage, stages: (stages - stage, None),
-    "zb-h1": lambda stage, stages: (stages - stage, stage),
-    "zb-h2": lambda stage, stages: (2 * (stages - stage) - 1, 2 * stage),
-}
-NAMES, SEARCHED = tuple(_DEPTHS), ("zb-1p", "zb-2p")
+MADE_HERE, KNOWN = "zb-h1", ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "1f1b")
 
 
 def known(schedule: str) -> None:
-    """Raises ValueError for a name not in `NAMES`, with the nearest, or with how to save a plan of that name."""
-    if schedule in SEARCHED:
-        raise ValueError(
-            f"{schedule} is searched for, not made here: save it by `python tools/show_schedule.py --schedule {schedule} "
-            "--stages P --microbatches M --format plan > FILE` of Megatron-Zero, and give plan=FILE"
-        )
-    if schedule not in NAMES:
-        nearest = difflib.get_close_matches(str(schedule), (*NAMES, *SEARCHED), n=1, cutoff=0)[0]
-        raise ValueError(
-            f"no schedule {schedule!r}: did you mean {nearest}? There are {', '.join(NAMES)}, and plan=FILE"
-        )
+    """Raises ValueError for a schedule that `make` does not make: with the nearest name, or how to save its plan."""
+    if schedule in KNOWN and schedule != MADE_HERE:
+        how = f"`show_schedule.py --schedule {schedule} --stages P --microbatches M --format plan > FILE`"
+        raise ValueError(f"only {MADE_HERE} is made here: save {schedule} by Megatron-Zero's {how}, and give plan=FILE")
+    if schedule != MADE_HERE:
+        nearest = difflib.get_close_matches(str(schedule), KNOWN, n=1, cutoff=0)[0]
+        raise ValueError(f"no schedule {schedule!r}: did you mean {nearest}? There are {', '.join(KNOWN)}")
 
 
-def make(schedule: str, stages: int, microbatches: int) -> Rows:
-    """The rows of one of `NAMES`. A stage with fewer microbatches than it would run ahead runs all of them ahead."""
-    depths = _DEPTHS[schedule]
-    return tuple(_row(microbatches, *depths(stage, stages)) for stage in range(stages))
+def make(stages: int, microbatches: int) -> Rows:
+    """ZB-H1: stage s of p runs p-s forwards ahead, or all there are, then turns of B, W (once more than s wait, which
+    fill the end of its row) and F."""
+    rows = []
+    for stage in range(stages):
+        ahead = stages - stage
+        row = [(F, microbatch) for microbatch in range(min(ahead, microbatches))]
+        for microbatch in range(microbatches):
+            row.append((B, microbatch))
+            row += [(W, microbatch - stage)] if microbatch >= stage else []
+            row += [(F, ahead + microbatch)] if ahead + microbatch < microbatches else []
+        row += [(W, microbatch) for microbatch in range(max(microbatches - stage, 0), microbatches)]
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
-def _row(microbatches: int, ahead: int, late: int | None) -> Row:
-    """`ahead` forwards, then turns of B, W (once more than `late` wait) and F, then the other Ws."""
-    row = [(F, microbatch) for microbatch in range(min(ahead, microbatches))]
-    for microbatch in range(microbatches):
-        row.append((BW if late is None else B, microbatch))
-        if late is not None and microbatch >= late:
-            row.append((W, microbatch - late))
-        if ahead + microbatch < microbatches:
-            row.append((F, ahead + microbatch))
-    if late is not None:
-        row += [(W, microbatch) for microbatch in range(max(microbatches - late, 0), microbatches)]
-    return tuple(row)
-
-
-def check(rows: Rows, microbatches: int) -> None:
-    """Each F, B and W once, each kind in the order of microbatches, behind what it needs. Raises ValueError naming stage
-    and operation. That no stage waits for ever is `timed`'s to see."""
-    for stage, row in enumerate(rows):
-        done = {F: 0, B: 0, W: 0}
-        for kind, microbatch in row:
-            for part in (B, W) if kind == BW else (kind,):
-                if done[part] != microbatch or microbatch >= microbatches:
-                    raise ValueError(
-                        f"stage {stage}: {kind}{microbatch} where {part}{done[part]} of {microbatches} is due: each F, B "
-                        "and W stands once, in order, or gradients would not have 1F1B's bits"
-                    )
-                if part != F and done[F if part == B else B] <= microbatch:
-                    raise ValueError(f"stage {stage}: {kind}{microbatch} stands before what it needs")
-                done[part] += 1
-        if set(done.values()) != {microbatches}:
-            raise ValueError(
-                f"stage {stage} has {done[F]} F, {done[B]} B and {done[W]} W of {microbatches} microbatches"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Of F = B = W = 1 and messages that take no time. ends: of F and B (BW, too), by kind, stage and microbatch.
-
-    bubble: of the step, where ranks wait for each other between steps; bubble_apart: where they do not.
-    """
+class Timing(NamedTuple):
+    """Of F = B = W = 1 and messages that take no time. ends: by F or B (BW, too), stage and microbatch. bubble: of the
+    step, where ranks wait for each other between steps; bubble_apart: where they do not."""
 
     ends: dict[tuple[str, int, int], int]
     bubble: float
     bubble_apart: float
 
 
+def check(rows: Rows, microbatches: int) -> Timing:
+    """Each F, B and W once, in the order of microbatches. Raises ValueError naming what is not, or waits for ever."""
+    for stage, row in enumerate(rows):
+        for part, kinds in ((F, (F,)), (B, (B, BW)), (W, (W, BW))):
+            there = [microbatch for kind, microbatch in row if kind in kinds]
+            if len(there) != microbatches or there != list(range(microbatches)):
+                raise ValueError(
+                    f"stage {stage} has {part} of microbatches {there!s:.80}: each of {microbatches} stands once, in "
+                    "order, or gradients would not have 1F1B's bits"
+                )
+    return timed(rows)
+
+
 def timed(rows: Rows) -> Timing:
     """Raises ValueError naming an operation that would wait for ever."""
-    stages = len(rows)
     ends: dict[tuple[str, int, int], int] = {}
-    places, clocks, begins = [0] * stages, [0] * stages, [0] * stages
+    left = [list(reversed(row)) for row in rows]
+    begins: list[list[int]] = [[] for _ in rows]
+    clocks = [0] * len(rows)
     moved = True
     while moved:
         moved = False
-        for stage, row in enumerate(rows):
-            for kind, microbatch in row[places[stage] :]:
+        for stage, row in enumerate(left):
+            needs = {F: [(F, stage - 1)], B: [(F, stage), (B, stage + 1)], W: [(B, stage)]}
+            while row:
+                kind, microbatch = row[-1]
                 direction = B if kind == BW else kind
-                source = stage + {F: -1, B: 1, W: stages}[direction]
-                ready = ends.get((direction, source, microbatch)) if 0 <= source < stages else 0
-                if ready is None:
+                others = [(*need, microbatch) for need in needs[direction] if 0 <= need[1] < len(rows)]
+                if not all(other in ends for other in others):
                     break
-                begin = max(ready, clocks[stage])
-                begins[stage] = begins[stage] if places[stage] else begin
-                clocks[stage] = begin + (2 if kind == BW else 1)
-                ends[direction, stage, microbatch] = clocks[stage]
-                places[stage] += 1
-                moved = True
-    for stage, row in enumerate(rows):
-        for kind, microbatch in row[places[stage] :]:
-            raise ValueError(f"stage {stage}: {kind}{microbatch} would wait for ever for the stage beside it")
+                begins[stage].append(max([clocks[stage], *(ends[other] for other in others)]))
+                clocks[stage] = ends[direction, stage, microbatch] = begins[stage][-1] + (2 if kind == BW else 1)
+                moved = bool(row.pop())
+    for stage, row in enumerate(left):
+        if row:
+            raise ValueError(f"stage {stage}: {row[-1][0]}{row[-1][1]} would wait for ever for what it needs")
     work = max(sum(2 if kind == BW else 1 for kind, _ in row) for row in rows)
-    apart = max(end - begin for begin, end in zip(begins, clocks))
+    apart = max(end - begin[0] for begin, end in zip(begins, clocks, strict=True))
     return Timing(ends, 1 - work / max(clocks), 1 - work / apart)
 
 
@@ -130,19 +104,12 @@ def between(timing: Timing, stage: int, microbatches: int) -> list[Op]:
 
 def done_before(row: Sequence[Op], kind: str, then: str) -> list[int]:
     """By microbatch: how many operations of a kind stand before its operation of the kind `then`. BW is a B, too."""
-    counts, count = [], 0
-    for op in row:
-        direction = B if op[0] == BW else op[0]
-        count += direction == kind
-        if direction == then:
-            counts.append(count)
-    return counts
+    kinds = [B if op[0] == BW else op[0] for op in row]
+    counts = itertools.accumulate(other == kind for other in kinds)
+    return [count for count, other in zip(counts, kinds, strict=True) if other == then]
 
 
 def most(row: Sequence[Op], begins: str, *ends: str) -> int:
     """The most microbatches at a time that are between two kinds of operations: F, and B or BW; B, and W."""
-    count = highest = 0
-    for kind, _ in row:
-        count += (kind == begins) - (kind in ends)
-        highest = max(highest, count)
-    return highest
+    steps = [(kind == begins) - (kind in ends) for kind, _ in row]
+    return max(itertools.accumulate(steps))

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from zbpp_light.signatures import LINEAR, parameters
 
+WHOLE = "zbpp_light_whole"  # an attribute of weights that are not split
+
 
 class Product(NamedTuple):
     """A weight gradient that is not computed yet. group: of sequence parallelism, whose ranks each have a part of the
@@ -32,8 +34,7 @@ class Product(NamedTuple):
 class WeightGradients:
     """What waits for W, by microbatch. layers: Megatron's module of linear layers.
 
-    whole: weights that are not split. computed: those of which W has computed gradients. most_bytes: the most that
-    waited at a time, counted while `measuring`.
+    While `measuring`: computed, the weights that W computes; most_bytes, the most that waited at a time.
     """
 
     def __init__(self, layers: Any) -> None:
@@ -42,7 +43,6 @@ class WeightGradients:
         self._modules: dict[int, list[Any]] = {}  # of Transformer Engine, which keeps what waits itself
         self._microbatch, self._splits = -1, False
         self._apply = _splitting_apply(self._linear, layers, self)
-        self.whole: set[Tensor] = set()
         self.computed: set[Tensor] = set()
         self.measuring, self.most_bytes = False, 0
 
@@ -56,22 +56,18 @@ class WeightGradients:
     def during(self, microbatch: int, splits: bool) -> Iterator[None]:
         """Layers that run in here are of this microbatch, whose weight gradients are computed apart or not."""
         self._microbatch, self._splits = microbatch, splits
-        try:
-            yield
-        finally:
-            self._microbatch, self._splits = -1, False
-            if self.measuring:
-                products = [p for weights in self._waiting.values() for several in weights.values() for p in several]
-                storages = [tensor.untyped_storage() for p in products for tensor in (p.input, p.grad_output)]
-                size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-                self.most_bytes = max(self.most_bytes, size)
+        yield
+        self._microbatch, self._splits = -1, False
+        if self.measuring:
+            products = [p for weights in self._waiting.values() for several in weights.values() for p in several]
+            storages = [tensor.untyped_storage() for p in products for tensor in (p.input, p.grad_output)]
+            size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+            self.most_bytes = max(self.most_bytes, size)
 
-    def takes(self, call: dict[str, Any]) -> bool:
+    def takes(self, input: Tensor, weight: Tensor) -> bool:
         """Whether a call of Megatron's linear function is split."""
-        input, weight = call["input"], call["weight"]
-        deferred = call["grad_output_buffer"] is not None or call.get("gtp_remat_size", 1) != 1
         grads = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
-        return self._splits and grads and weight.is_leaf and weight not in self.whole and not deferred
+        return self._splits and grads and weight.is_leaf and not hasattr(weight, WHOLE)
 
     def put(self, weight: Tensor, product: Product) -> None:
         """In B: the gradient of a weight waits."""
@@ -84,30 +80,32 @@ class WeightGradients:
 
     def run(self, microbatch: int) -> None:
         """W: what waits of a microbatch is computed and added, in the order of B."""
-        waiting = self._waiting.pop(microbatch, {})
+        waiting, modules = self._waiting.pop(microbatch, {}), self._modules.pop(microbatch, [])
+        if self.measuring:
+            self.computed.update(waiting, *(module.parameters(recurse=False) for module in modules))
         while waiting:
             weight = next(iter(waiting))
-            self.computed.add(weight)
             self._deliver(weight, waiting.pop(weight))
-        for module in reversed(self._modules.pop(microbatch, [])):
+        for module in reversed(modules):
             module.backward_dw()
-            self.computed |= {weight for weight in module.parameters(recurse=False) if weight.dim() > 1}
 
     def forget(self) -> None:
         """Nothing is left of a step, whole or failed."""
         self._waiting.clear()
         self._modules.clear()
+        self._microbatch, self._splits = -1, False
 
     def _deliver(self, weight: Tensor, products: list[Product]) -> None:
-        if products[0].fused and not hasattr(weight, "grad_added_to_main_grad"):
+        fused, of_ddp = products[0].fused, hasattr(weight, "grad_added_to_main_grad")
+        if fused and not of_ddp:
             _gradient(self._layers, weight, products)  # nothing for autograd, as in Megatron
             return
         with torch.enable_grad():
             torch.autograd.backward(_WeightGradient.apply(weight, self._layers, products))
-        if weight.grad is not None and hasattr(weight, "main_grad"):
+        if weight.grad is not None and of_ddp and not fused:
             raise RuntimeError(
-                "zbpp_light: overlap_grad_reduce, or DistributedDataParallel at all, of this megatron-core does not take "
-                "gradients by a hook on the weight, and would lose W's: run it without zbpp_light (ZBPP_LIGHT=0)"
+                "zbpp_light: DistributedDataParallel of this megatron-core, with overlap_grad_reduce or without, takes "
+                "no gradients by a hook on the weight, and would lose those of W: run it with ZBPP_LIGHT=0"
             )
 
 
@@ -139,10 +137,8 @@ def _gradient(layers: Any, weight: Any, products: list[Product]) -> Tensor | Non
             dist.all_gather_into_tensor(tokens, product.input.contiguous(), group=product.group)
         tokens, grad_output = _matrix(tokens), _matrix(product.grad_output)
         if fused:
-            kernels, half = layers.fused_weight_gradient_mlp_cuda, weight.main_grad.dtype != torch.float32
-            (kernels.wgrad_gemm_accum_fp16 if half else kernels.wgrad_gemm_accum_fp32)(
-                tokens, grad_output, weight.main_grad
-            )
+            name = "wgrad_gemm_accum_fp32" if weight.main_grad.dtype == torch.float32 else "wgrad_gemm_accum_fp16"
+            getattr(layers.fused_weight_gradient_mlp_cuda, name)(tokens, grad_output, weight.main_grad)
             continue
         with torch.autocast(tokens.device.type, product.autocast, enabled=product.autocast is not None):
             gradient = grad_output.t().matmul(tokens)
@@ -201,12 +197,12 @@ def _splitting_apply(linear: Any, layers: Any, gradients: WeightGradients) -> Ca
 
     def apply(*values: Any) -> Any:
         call = dict(zip(names, values, strict=True))
-        if not gradients.takes(call):
+        weight, group = call["weight"], None
+        deferred = call["grad_output_buffer"] is not None or call.get("gtp_remat_size", 1) != 1
+        if deferred or not gradients.takes(call["input"], weight):
             return plain(*values)
-        group = None
         if call["sequence_parallel"]:  # 0.12 has the group elsewhere
             group = call["tp_group"] if "tp_group" in call else layers.get_tensor_model_parallel_group()
-        weight = call["weight"]
         device, detached = weight.device.type, weight.detach()
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         detached.put_aside = weight, group, call["gradient_accumulation_fusion"], autocast

@@ -12,48 +12,50 @@ LINEAR = "ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgra
 SHAPES = "seq_length, micro_batch_size, decoder_seq_length, config"
 BACKWARD = "input_tensor, output_tensor, output_tensor_grad"
 LINE = "forward_backward_pipelining_without_interleaving"
+OLD_FORWARD = f"{FORWARD}, collect_non_loss_data=False, {CURRENT}, encoder_decoder_xattn=False"
 NEW_FORWARD = (
     f"{FORWARD}, cp_group_size, collect_non_loss_data=False, {CURRENT}, vp_stage=None, is_last_stage=True"
 )
+GROUPS = f"{STEP}, adjust_tensor_shapes_fn=None, p2p_communicator=None"
 # Read from the wheels.
 RELEASES = {
     "0.12.3": {
         LINE: STEP,
-        "forward_step": f"{FORWARD}, collect_non_loss_data=False, {CURRENT}, encoder_decoder_xattn=False",
+        "forward_step": OLD_FORWARD,
         "backward_step": f"{BACKWARD}, model_type, config",
         "get_tensor_shapes": f"*, rank, model_type, {SHAPES}, encoder_decoder_xattn",
         f"{signatures.LINEAR}.forward": LINEAR,
     },
     "0.13.1": {
         LINE: f"{STEP}, adjust_tensor_shapes_fn=None",
-        "forward_step": f"{FORWARD}, collect_non_loss_data=False, {CURRENT}, encoder_decoder_xattn=False, vp_stage=None",
+        "forward_step": f"{OLD_FORWARD}, vp_stage=None",
         "backward_step": f"{BACKWARD}, model_type, config",
         "get_tensor_shapes": f"*, rank, model_type, {SHAPES}, encoder_decoder_xattn",
         f"{signatures.LINEAR}.forward": f"{LINEAR}, tp_group",
     },
     "0.14.0": {
-        LINE: f"{STEP}, adjust_tensor_shapes_fn=None, p2p_communicator=None, grad_finalize_pgs=None",
+        LINE: f"{GROUPS}, grad_finalize_pgs=None",
         "forward_step": NEW_FORWARD,
         "backward_step": f"{BACKWARD}, model_type, config, pipeline_model_parallel_size=1",
         "get_tensor_shapes": f"*, {SHAPES}, tp_group, cp_group",
         f"{signatures.LINEAR}.forward": f"{LINEAR}, tp_group",
     },
     "0.15.3": {
-        LINE: f"{STEP}, adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None",
+        LINE: f"{GROUPS}, pg_collection=None",
         "forward_step": NEW_FORWARD,
         "backward_step": f"{BACKWARD}, model_type, config",
         "get_tensor_shapes": f"*, {SHAPES}, tp_group, cp_group",
         f"{signatures.LINEAR}.forward": f"{LINEAR}, tp_group",
     },
     "0.17.1": {
-        LINE: f"{STEP}, adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False",
+        LINE: f"{GROUPS}, pg_collection=None, force_all_reduce=False",
         "forward_step": NEW_FORWARD,
         "backward_step": f"{BACKWARD}, config",
         "get_tensor_shapes": f"*, {SHAPES}, tp_group=None, cp_group=None",
         f"{signatures.LINEAR}.forward": f"{LINEAR}, tp_group",
     },
     "0.19.2": {
-        LINE: f"{STEP}, adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False",
+        LINE: f"{GROUPS}, pg_collection=None, force_all_reduce=False",
         "forward_step": NEW_FORWARD,
         "backward_step": f"{BACKWARD}, config",
         "get_tensor_shapes": f"*, {SHAPES}, tp_group=None, cp_group=None",
