@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.agree import gather_json
-from megatron.core.words import counted
+from megatron.core.words import brief, counted
 from tools.evaluation.documents import Document, TextWindow, batches, windows
 from tools.evaluation.scorer import Scorer
 
@@ -88,7 +88,7 @@ def predict(
             nats += losses.double().masked_fill_(~scorer.counted(inputs), 0.0).sum()
         tokens += here
         if show and (now := time.monotonic()) >= next_line:
-            speed = f"{seen / (now - began):,.0f} tokens/s"
+            speed = f"{brief(seen / (now - began))} tokens/s"
             print(f"{seen:,} tokens of {counted(reader.documents, 'document')}, {speed}", file=sys.stderr)
             next_line = now + _EVERY_S
     scorer.finish()
