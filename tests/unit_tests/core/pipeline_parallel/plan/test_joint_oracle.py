@@ -196,7 +196,7 @@ def test_never_over_the_limit_nor_slower_than_what_is_simple(seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seeds", [range(start, start + 12) for start in range(9, 201, 12)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 13) for start in range(9, 204, 13)], ids=str)
 def test_the_same_of_many(seeds):
     for seed in seeds:
         keeps_its_promises(seed)
