@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "extras" / "proof"), str(ROOT / "extras")]
 
-import plans  # noqa: E402
+import memory  # noqa: E402
 import prove  # noqa: E402
 import releases  # noqa: E402
 from cases import EVERY, FOUR_RANKS, MEMORY, TWO_RANKS  # noqa: E402
@@ -49,33 +49,18 @@ def test_every_plan_of_a_line_of_stages(tmp_path):
         assert not prove.differences(case, running, ("1f1b", "zb-h2", "gpipe"), tmp_path)
 
 
-PLANS = {
-    "zb-h1": ("zb-h1",),
-    "zb-1p": ("zb-1p",),
-    "zb-1p, limit 3": ("zb-1p", "--memory-limit", "3"),
-    "zb-2p": ("zb-2p",),
-    "zb-2p, limit 5": ("zb-2p", "--memory-limit", "5"),
-}
-
-
 @pytest.mark.parametrize("release", [releases.AT_EACH_CI[-1], releases.NEWEST])
-def test_live_bytes_are_those_of_1f1b_and_of_the_plan(release, tmp_path):
+def test_live_bytes_are_those_of_1f1b_and_of_the_plan(release):
     """The most of any rank: zb-h1 at most 1.05 of 1F1B's; a plan at most 1.05 of what it was simulated with, a stage's
-    activations taken from 1F1B, which holds as many as there are stages."""
-    shape = MEMORY.pipeline, MEMORY.microbatches
-    others = [plans.arguments(name, *shape, tmp_path, *options) for name, *options in PLANS.values()]
+    activations taken from 1F1B, whose first stage holds as many as there are stages."""
     with started(release) as running:
-        own, *found = running.records(MEMORY, [None, *others], memory=True)
-    peaks = {
-        name: [rank["peak_bytes"] for rank in by_rank] for name, by_rank in zip(PLANS, found, strict=True)
-    }
-    of_1f1b = max(rank["peak_bytes"] for rank in own)
+        found = memory.measure(running)
+    of_1f1b = max(found["1f1b"].measured)
+    assert max(found["zb-h1"].measured) <= 1.05 * of_1f1b, found
     activation = of_1f1b / MEMORY.pipeline
-    assert max(peaks["zb-h1"]) <= 1.05 * of_1f1b, (peaks, of_1f1b)
-    for name, (schedule, *options) in PLANS.items():
-        simulated = plans.simulated(schedule, *shape, *options)["peak_activation"]
-        for rank, (measured, units) in enumerate(zip(peaks[name], simulated, strict=True)):
-            assert measured <= 1.05 * units * activation, (name, rank, measured, units * activation)
+    for name in memory.PLANS:
+        for measured, units in zip(found[name].measured, found[name].simulated, strict=True):
+            assert measured <= 1.05 * units * activation, (name, found[name], activation)
 
 
 def test_the_patch_has_the_bits_of_1f1b():
