@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -81,6 +82,7 @@ def test_a_users_walk(tmp_path):
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=True)
     (packages,) = environment.glob("lib/python*/site-packages")
+    shutil.copytree(PACKAGE, tmp_path / "extras" / "zbpp_light")  # pip builds in the folder
     (packages / "torch.pth").write_text(str(Path(torch.__file__).resolve().parents[1]))
     install, run = blocks(PACKAGE / "README.md", "bash")[:2]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -91,7 +93,7 @@ def test_a_users_walk(tmp_path):
         )  # a script that belongs to the lender
         done = subprocess.run(
             ["bash", "-e", "-c", lines],
-            cwd=ROOT / "extras",
+            cwd=tmp_path,
             env=variables,
             capture_output=True,
             text=True,
