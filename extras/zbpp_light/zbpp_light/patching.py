@@ -161,12 +161,13 @@ class Patch:
         split, whole, most = zip(*_gathered((*sizes, self._weights.most_bytes), groups), strict=True)
         self._weights.computed.clear()
         apart = f"{plan.bubble_apart:.1%} where ranks do not wait for each other between steps; "
+        waiting = max(schedules.most(row, B, W) for row in plan.rows)
         _print(
             f"{self._file.schedule if self._file else MADE_HERE}, {stages} stages, {microbatches} microbatches, planned"
             f" bubble {plan.bubble:.1%} ({apart if plan.bubble - plan.bubble_apart > 1e-9 else ''}1f1b "
             f"{(stages - 1) / (stages - 1 + microbatches):.1%}); W computes {sum(split) / sum(whole):.1%} of the "
-            f"weights; waiting for W: at most {max(schedules.most(row, B, W) for row in plan.rows)} microbatches by plan,"
-            f" at most {max(most) / 2**20:.1f} MiB measured (stage {most.index(max(most))})"
+            f"weights; waiting for W: at most {waiting} microbatches by plan, at most {max(most) / 2**20:.1f} MiB "
+            f"measured (stage {most.index(max(most))})"
         )
         if self._file and self._file.ignored:
             _print(f"{self._file.path}: {self._file.ignored} operations of data parallelism are left to Megatron")
