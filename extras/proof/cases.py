@@ -90,7 +90,7 @@ FOUR_RANKS = (
     Case("experts 2 x pipeline 2", ranks=4, expert=2, experts=4, shape="llama", tied=False),
     Case("experts, tensor 2 x pipeline 2", ranks=4, tensor=2, experts=4, shape="llama", tied=False),
 )
-# Four stages of four layers, whose activations are what fills them.
+# Four stages of six layers, whose activations are what fills them.
 MEMORY = Case(
     "memory",
     ranks=4,
@@ -98,7 +98,7 @@ MEMORY = Case(
     tied=False,
     microbatches=8,
     steps=2,
-    layers=16,
+    layers=24,
     hidden=64,
     length=64,
 )

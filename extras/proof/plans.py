@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 BY_THE_PACKAGE = ("zb-h1",)  # which needs no file for it
 
 
-def arguments(schedule: str, stages: int, microbatches: int, folder: Path) -> dict[str, str]:
+def arguments(schedule: str, stages: int, microbatches: int, folder: Path, *options: str) -> dict[str, str]:
     """What `zbpp_light.patch_megatron` is called with; a plan's file is written into the folder."""
     if schedule in BY_THE_PACKAGE:
         return {"schedule": schedule}
-    path = folder / f"{schedule}-{stages}-{microbatches}.json"
+    path = folder / f"{'-'.join([schedule, str(stages), str(microbatches), *options])}.json"
     if not path.exists():
-        path.write_text(_said(schedule, stages, microbatches, "plan"))
+        path.write_text(_said(schedule, stages, microbatches, "plan", *options))
     return {"plan": str(path)}
 
 

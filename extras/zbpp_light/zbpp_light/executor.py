@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zbpp_light import checks, schedules
 from zbpp_light.messages import Neighbour
-from zbpp_light.schedules import BW, B, F, Rows, Timing, W
+from zbpp_light.schedules import BW, B, F, Plan, W
 from zbpp_light.signatures import call
 from zbpp_light.weights import WeightGradients
 
@@ -41,18 +41,12 @@ class Step:
     """megatron: its module of schedules; given: what its function was called with, by parameter."""
 
     def __init__(
-        self,
-        megatron: Any,
-        groups: Groups,
-        rows: Rows,
-        timing: Timing,
-        weights: WeightGradients,
-        given: Mapping[str, Any],
+        self, megatron: Any, groups: Groups, plan: Plan, weights: WeightGradients, given: Mapping[str, Any]
     ) -> None:
         self._megatron, self._groups, self._weights, self._given = megatron, groups, weights, given
         model, data = (only[0] if isinstance(only, list) else only for only in (given["model"], given["data_iterator"]))
         self._model, self._config = model, megatron.get_model_config(model)
-        self._row, self._microbatches = rows[groups.stage], given["num_microbatches"]
+        self._row, self._microbatches = plan.rows[groups.stage], given["num_microbatches"]
         self._losses: list[Any] = []
         # What Megatron's functions of any release may ask for, by their parameters.
         self._values: dict[str, Any] = {"decoder_seq_length": None, "collect_non_loss_data": False, **given}
@@ -66,7 +60,7 @@ class Step:
         self._held: dict[int, tuple[Tensor | None, Tensor]] = {}  # input and output, until B
         # Of what comes from the stage before, and of what goes to the next; gradients have the same, the other way.
         self._shapes = self._tensor_shapes()
-        self._before, self._behind = (self._neighbour(rows, timing, side) for side in (0, 1))
+        self._before, self._behind = (self._neighbour(plan, side) for side in (0, 1))
 
     def run(self) -> list[Any]:
         """All operations, then what Megatron does behind its last backward. Returns the losses, of the last stage."""
@@ -131,14 +125,14 @@ class Step:
             raise ValueError(f"zbpp_light: shapes {both} between stages, where it sends one tensor")
         return [tuple(shapes[0]) for shapes in both]
 
-    def _neighbour(self, rows: Rows, timing: Timing, side: int) -> Neighbour | None:
+    def _neighbour(self, plan: Plan, side: int) -> Neighbour | None:
         """side: 0, the stage before, or 1, the next."""
         group, stage = self._groups.pipeline, self._groups.stage
         other, sends, receives = ((stage - 1, B, F), (stage + 1, F, B))[side]
-        if not 0 <= other < len(rows):
+        if not 0 <= other < len(plan.rows):
             return None
-        order = schedules.between(timing, min(stage, other), self._microbatches)
-        delivered = schedules.done_before(rows[other], sends, receives)
+        order = schedules.between(plan, min(stage, other), self._microbatches)
+        delivered = schedules.done_before(plan.rows[other], sends, receives)
         words = {"dtype": self._config.pipeline_dtype, "device": self._device}
         buffer = functools.partial(torch.empty, self._shapes[side], **words)
         return Neighbour(dist.get_global_rank(group, other), group, sends, order, delivered, buffer)

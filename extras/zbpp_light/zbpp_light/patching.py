@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zbpp_light import checks, plan_file, schedules
 from zbpp_light.executor import Groups, Step
 from zbpp_light.plan_file import PlanFile
-from zbpp_light.schedules import MADE_HERE, B, Rows, Timing, W
+from zbpp_light.schedules import MADE_HERE, B, Plan, W
 from zbpp_light.signatures import KNOWN, parameters
 from zbpp_light.weights import WHOLE, WeightGradients
 
@@ -86,7 +86,7 @@ class Patch:
             parameters(getattr(self._megatron, name), name)
         self._weights = WeightGradients(self._layers)
         self._originals = {name: getattr(self._megatron, name) for name in _REPLACED}
-        self._plans: dict[tuple[int, int], tuple[Rows, Timing]] = {}  # by stages and microbatches
+        self._plans: dict[tuple[int, int], Plan] = {}  # by stages and microbatches
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # that are checked
         self._hooks: list[Any] = []
         self._running = False
@@ -129,11 +129,10 @@ class Patch:
         weights.measuring = key not in self._plans or chunks[0] not in self._models
         if weights.measuring:
             self._check(groups, chunks, *key)
-            rows = self._file.rows if self._file else schedules.make(*key)
-            self._plans[key] = rows, schedules.timed(rows)
-        losses = Step(self._megatron, groups, *self._plans[key], weights, given).run()
+            self._plans[key] = schedules.timed(self._file.rows if self._file else schedules.make(*key))
+        losses = Step(self._megatron, groups, self._plans[key], weights, given).run()
         if weights.measuring:
-            self._report(groups, chunks[0], *self._plans[key], *key)
+            self._report(groups, chunks[0], self._plans[key], *key)
         return losses
 
     def _check(self, groups: Groups, chunks: list[Any], stages: int, microbatches: int) -> None:
@@ -155,19 +154,20 @@ class Patch:
             linears = checks.engine_linears(config, chunks[0])
             self._hooks += [module.register_forward_hook(self._weights.put_module) for module in linears]
 
-    def _report(self, groups: Groups, model: Any, rows: Rows, timing: Timing, stages: int, microbatches: int) -> None:
+    def _report(self, groups: Groups, model: Any, plan: Plan, stages: int, microbatches: int) -> None:
         """A line of rank 0's, of all its stages."""
         trained = {weight for weight in model.parameters() if weight.requires_grad}
         sizes = [sum(weight.numel() for weight in some) for some in (self._weights.computed & trained, trained)]
         split, whole, most = zip(*_gathered((*sizes, self._weights.most_bytes), groups), strict=True)
         self._weights.computed.clear()
-        apart = f"{timing.bubble_apart:.1%} where ranks do not wait for each other between steps; "
+        apart = f"{plan.bubble_apart:.1%} where ranks do not wait for each other between steps; "
+        waiting = max(schedules.most(row, B, W) for row in plan.rows)
         _print(
             f"{self._file.schedule if self._file else MADE_HERE}, {stages} stages, {microbatches} microbatches, planned"
-            f" bubble {timing.bubble:.1%} ({apart if timing.bubble - timing.bubble_apart > 1e-9 else ''}1f1b "
+            f" bubble {plan.bubble:.1%} ({apart if plan.bubble - plan.bubble_apart > 1e-9 else ''}1f1b "
             f"{(stages - 1) / (stages - 1 + microbatches):.1%}); W computes {sum(split) / sum(whole):.1%} of the "
-            f"weights; waiting for W: at most {max(schedules.most(row, B, W) for row in rows)} microbatches by plan, "
-            f"at most {max(most) / 2**20:.1f} MiB measured (stage {most.index(max(most))})"
+            f"weights; waiting for W: at most {waiting} microbatches by plan, at most {max(most) / 2**20:.1f} MiB "
+            f"measured (stage {most.index(max(most))})"
         )
         if self._file and self._file.ignored:
             _print(f"{self._file.path}: {self._file.ignored} operations of data parallelism are left to Megatron")

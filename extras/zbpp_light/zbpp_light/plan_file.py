@@ -90,7 +90,7 @@ def _wrong_header(content: Any) -> str:
     for field in ("ranks", "chunks", "microbatches"):
         if type(content[field]) is not int or content[field] < 1:
             return f"{field} is a number from 1 on, not {content[field]!r:.40}"
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII):
+    if not re.fullmatch(r"[\w.-]{1,40}", str(name), re.ASCII):
         return f"schedule is a name, not {name!r:.40}"
     if placement != "linear" or chunks != 1:
         where = f"{name} has {chunks} chunks on each rank, placed as {placement!r:.20}"
@@ -117,11 +117,9 @@ def _op(stage: int, text: str) -> tuple[str, int, int, int]:
     at, kind, microbatch, part, peer, pair = match.groups()
     if kind in _VALIDATION:
         raise ValueError(f"{text!r:.80} is of steps that are validated afterwards, which Megatron's are not")
-    if kind not in _IGNORED:
-        if int(at) != stage:
-            raise ValueError(f"{text!r:.80} stands in the row of stage {stage}")
-        if part or microbatch is None or ("_" in kind) != (peer is not None) or ("_" in kind) != (pair is not None):
-            raise ValueError(f"{text!r:.80} is no operation of a whole stage and one microbatch")
+    whole = not part and microbatch and [bool(peer), bool(pair)] == [len(kind) > 2] * 2
+    if kind not in _IGNORED and (int(at) != stage or not whole):
+        raise ValueError(f"{text!r:.80} is no operation of stage {stage}, whole, and one microbatch")
     numbers = [-1 if number is None else int(number) for number in (microbatch, peer, pair)]
     return kind, numbers[0], numbers[1], numbers[2]
 

@@ -44,16 +44,17 @@ def make(stages: int, microbatches: int) -> Rows:
     return tuple(rows)
 
 
-class Timing(NamedTuple):
-    """Of F = B = W = 1 and messages that take no time. ends: by F or B (BW, too), stage and microbatch. bubble: of the
-    step, where ranks wait for each other between steps; bubble_apart: where they do not."""
+class Plan(NamedTuple):
+    """Rows and their times, of F = B = W = 1 and messages that take none. ends: by F or B (BW too), stage, microbatch.
+    bubble: of the step, where ranks wait for each other between steps; bubble_apart: where they do not."""
 
+    rows: Rows
     ends: dict[tuple[str, int, int], int]
     bubble: float
     bubble_apart: float
 
 
-def check(rows: Rows, microbatches: int) -> Timing:
+def check(rows: Rows, microbatches: int) -> Plan:
     """Each F, B and W once, in the order of microbatches. Raises ValueError naming what is not, or waits for ever."""
     for stage, row in enumerate(rows):
         for part, kinds in ((F, (F,)), (B, (B, BW)), (W, (W, BW))):
@@ -66,7 +67,7 @@ def check(rows: Rows, microbatches: int) -> Timing:
     return timed(rows)
 
 
-def timed(rows: Rows) -> Timing:
+def timed(rows: Rows) -> Plan:
     """Raises ValueError naming an operation that would wait for ever."""
     ends: dict[tuple[str, int, int], int] = {}
     left = [list(reversed(row)) for row in rows]
@@ -91,13 +92,13 @@ def timed(rows: Rows) -> Timing:
             raise ValueError(f"stage {stage}: {row[-1][0]}{row[-1][1]} would wait for ever for what it needs")
     work = max(sum(2 if kind == BW else 1 for kind, _ in row) for row in rows)
     apart = max(end - begin[0] for begin, end in zip(begins, clocks, strict=True))
-    return Timing(ends, 1 - work / max(clocks), 1 - work / apart)
+    return Plan(rows, ends, 1 - work / max(clocks), 1 - work / apart)
 
 
-def between(timing: Timing, stage: int, microbatches: int) -> list[Op]:
+def between(plan: Plan, stage: int, microbatches: int) -> list[Op]:
     """All messages between a stage and the next by the time they are sent: activations as F, their gradients as B. What
     a stage sends before it takes a message stands before that message."""
-    ends, both = timing.ends, ((F, stage), (B, stage + 1))
+    ends, both = plan.ends, ((F, stage), (B, stage + 1))
     sent = [(ends[kind, sender, m], kind, m) for kind, sender in both for m in range(microbatches)]
     return [(kind, microbatch) for _, kind, microbatch in sorted(sent)]
 

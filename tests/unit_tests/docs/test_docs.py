@@ -110,7 +110,9 @@ def flags_in(text):
 def flags_of_our_programs():
     """Flags of tools, benchmarks and examples, from their sources."""
     sources = [
-        path for folder in ("tools", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("tools", "benchmarks", "examples", "extras")
+        for path in (ROOT / folder).rglob("*.py")
     ]
     found = {flag for path in sources for flag in re.findall(r'"(--[\w-]+)"', path.read_text())}
     # benchmarks/single_process and tools/show_schedule make some of their flags in a loop

@@ -26,7 +26,7 @@ def test_the_tree_is_fresh_and_names_each_module_once():
             folder = line
     there = [
         path.relative_to(ROOT).as_posix()
-        for room in ("megatron", "tools", "benchmarks")
+        for room in ("megatron", "tools", "benchmarks", "extras")
         for path in (ROOT / room).rglob("*.py")
         if path.stat().st_size
     ]
