@@ -276,8 +276,8 @@ def _check_optimizer(found: Found, wanted: bool) -> None:
 def load_for_inference(
     load_dir: str, ckpt_step: int | None = None
 ) -> tuple[dict[str, Any], Callable[..., None]]:
-    """The saved flat configuration, and a function that fills a model's pieces, (pieces, ps=None): no optimizer; with ps
-    it communicates over the world, and the pieces of all ranks are the whole model.
+    """The saved flat configuration, and a function (pieces, ps=None) that fills a model's pieces. With ps
+    it communicates over the world, and the pieces of all ranks are the whole model. No optimizer.
 
     Raises CheckpointError when the folder holds no valid checkpoint.
     """

@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.transformer.model_config import TransformerConfig
 from tests.harness import launch
 from tools.checkpoint import main
-from tools.generate import load_model
+from tools.generation.model import load_model
 
 SHAPE = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "max_position_embeddings": 16,
