@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,6 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import program
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optional import MissingPackageError
@@ -36,11 +33,16 @@ from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.words import counted, decimal, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
-from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import ExitStatus, hard_exit
 from tools.commands import as_called
-from tools.generate import chosen_device
-from tools.inference import add_rank_flags, filled_model, join_ranks, open_checkpoint, rank_problems
+from tools.inference import (
+    add_rank_flags,
+    chosen_device,
+    filled_model,
+    join_ranks,
+    main_of_ranks,
+    open_checkpoint,
+    rank_problems,
+)
 from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right
@@ -48,8 +50,6 @@ if TYPE_CHECKING:  # torch comes once the line is known to be right
     from tools.evaluation.documents import Document
     from tools.evaluation.perplexity import Predicted
     from tools.evaluation.scorer import Scorer
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 def parse() -> argparse.Namespace:
@@ -271,34 +271,7 @@ def show(found: Predicted, *, as_json: bool) -> None:
 
 
 def main() -> None:
-    guard_console()
-    env, told = LaunchEnv(), ""
-    try:
-        env = LaunchEnv.read()
-        if env.rank:  # rank 0 says what has happened; Ctrl-C may find this one waiting for others
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with contextlib.redirect_stderr(io.StringIO()) if env.rank else contextlib.nullcontext():
-            args = parse()
-        run(args, env)
-        return
-    except CheckpointError as error:
-        status, told = int(ExitStatus.CHECKPOINT), str(error)
-    except DataError as error:
-        status, told = int(ExitStatus.DATA), str(error)
-    except ValueError as error:
-        status, told = int(ExitStatus.CONFIGURATION), str(error)
-    except KeyboardInterrupt:
-        status, told = INTERRUPTED, "interrupted"
-    except RuntimeError as error:  # a lost peer
-        if getattr(error, "status", None) != ExitStatus.PEER_LOST:
-            raise
-        status, told = int(ExitStatus.PEER_LOST), str(error)
-    if not env.rank:
-        for line in told.splitlines():
-            print(f"{program(__file__)}: {line}", file=sys.stderr)
-    if env.world_size > 1:
-        hard_exit(status)  # the others may be gone
-    sys.exit(status)
+    main_of_ranks(__file__, parse, run)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from megatron.command import program
+from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.transport.rank_grid import dense_grid
 from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.guard.console import guard_console
+from megatron.training.guard.exit_status import ExitStatus, hard_exit
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right
     from megatron.core.dist_checkpointing.state import LocalPiece
@@ -18,6 +26,7 @@ if TYPE_CHECKING:  # torch comes once the line is known to be right
     from megatron.core.transport.parallel_state import ParallelState
 
 Load = Callable[["Sequence[LocalPiece]", "ParallelState | None"], None]
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def add_rank_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +46,19 @@ def rank_problems(args: argparse.Namespace, env: LaunchEnv) -> list[str]:
         f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} do not divide "
         f"{counted(env.world_size, 'rank')}: start a multiple of that many with torchrun --nproc-per-node N"
     ]
+
+
+def chosen_device(device: str | None) -> str:
+    """The device, None: the default. Raises ValueError for one that is none, holds no values or is not there."""
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        if torch.empty(0, device=device).is_meta:
+            raise ValueError(f"--device {device}: holds no values: give cpu or cuda")
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without it
+        raise ValueError(f"--device {device}: cannot be used: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def open_checkpoint(directory: str, ckpt_step: int | None) -> tuple[Config, Load]:
@@ -105,3 +127,39 @@ def join_ranks(args: argparse.Namespace, env: LaunchEnv) -> ParallelState:
     store = open_store(env, parallel_state.DEFAULT_TIMEOUT)
     parallel_state.init_process_group(here, rank=env.rank, world_size=env.world_size, store=store)
     return parallel_state.make_parallel_state(dense_grid(env.world_size, tp=tp, pp=pp), here)
+
+
+def main_of_ranks(
+    script: str,
+    parse: Callable[[], argparse.Namespace],
+    run: Callable[[argparse.Namespace, LaunchEnv], None],
+) -> None:
+    """A tool's `main`, on each rank of a launch: what is wrong is said by rank 0 alone, and is the exit status."""
+    guard_console()
+    env, message = LaunchEnv(), ""
+    try:
+        env = LaunchEnv.read()
+        if env.rank:  # Ctrl-C may find this one waiting for others
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with contextlib.redirect_stderr(io.StringIO()) if env.rank else contextlib.nullcontext():
+            args = parse()
+        run(args, env)
+        return
+    except CheckpointError as error:
+        status, message = int(ExitStatus.CHECKPOINT), str(error)
+    except DataError as error:
+        status, message = int(ExitStatus.DATA), str(error)
+    except ValueError as error:
+        status, message = int(ExitStatus.CONFIGURATION), str(error)
+    except KeyboardInterrupt:
+        status, message = INTERRUPTED, "interrupted"
+    except RuntimeError as error:  # a lost peer
+        if getattr(error, "status", None) != ExitStatus.PEER_LOST:
+            raise
+        status, message = int(ExitStatus.PEER_LOST), str(error)
+    if not env.rank:
+        for line in message.splitlines():
+            print(f"{program(script)}: {line}", file=sys.stderr)
+    if env.world_size > 1:
+        hard_exit(status)  # the others may be gone
+    sys.exit(status)

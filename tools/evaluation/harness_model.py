@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -110,13 +109,15 @@ class HarnessModel(TemplateLM):
         return str(postprocess_generated_text(generation=text, stop=until, think_end_token=None))
 
     def _generated(self, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
-        """New ids. Communicates over tp."""
-        if self._scorer.ps.pp_size > 1:
-            raise ValueError("--tasks that generate text: give --pipeline-model-parallel-size 1")
-        tokens, ps = self._tokens, self._scorer.ps
-        ids = torch.tensor([prompt], device=ps.device.torch_device)
-        out = generate(
-            self._scorer.model, ids, count, sampling=sampling, vocab_size=tokens.vocab_size, eod=tokens.eod
+        """New ids. Communicates over tp and the pipeline."""
+        tokens = self._tokens
+        (made,) = generate(
+            self._scorer.model,
+            [prompt],
+            count,
+            sampling=sampling,
+            vocab_size=tokens.vocab_size,
+            eod=tokens.eod,
+            ps=self._scorer.ps,
         )
-        found: list[int] = out[0, len(prompt) :].tolist()
-        return found[: found.index(tokens.eod)] if tokens.eod in found else found
+        return list(made.ids)

@@ -28,7 +28,7 @@ Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, b or 1, 1, rotated dims 
 
 
 class InferenceCache:
-    """Keys and values of a batch of sequences of unequal lengths, one pair of buffers a layer, [max_tokens, b, groups, d].
+    """Keys and values of a batch of sequences of unequal lengths: buffers [max_tokens, b, groups, d] a layer.
 
     Whoever generates calls `begin` before each forward, in which the model reads and writes the cache; its logits are
     then those behind each sequence's newest token alone.

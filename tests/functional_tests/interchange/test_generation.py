@@ -1,4 +1,4 @@
-"""`tools/generate.py` over ranks: each prompt's tokens are those of one process alone; and they are transformers' own."""
+"""`tools/generate.py` over ranks: each prompt's tokens are those of one process alone; and transformers' own."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.training.config.config import Config
 from tests.harness.hugging_face import our_model, saved_toy
 from tests.harness.launch import ok, run_forked
-from tests.harness.pieces import weight_pieces
+from tests.harness.pieces import whole_tensors
 from tests.harness.scripts import run_script
 from tests.harness.tiny_models import VARIANTS, make_talkative, tiny_config
 
@@ -33,7 +33,13 @@ def folder(tmp_path_factory):
         config = dataclasses.replace(config, padded_vocab_size=257)
         model = make_talkative(GPTModel(config, padded_vocab_size=257, seed=5, params_dtype=torch.float32))
         flat = Config.from_flat({**dataclasses.asdict(config), "tokenizer_type": "ByteTokenizer"}).flat()
-        save(made / name, 3, weight_pieces(model), {"config": flat, "consumed_train_samples": 0}, {})
+        save(
+            made / name,
+            3,
+            whole_tensors(dict(model.named_parameters()), "model."),
+            {"config": flat, "consumed_train_samples": 0},
+            {},
+        )
     return made
 
 
@@ -80,8 +86,17 @@ def test_over_ranks_output_is_that_of_one_process(folder, alone, name, how, rank
 
 
 def test_what_is_wrong_is_said_by_one_rank_and_ends_all(folder):
-    """Lines that only rank 0 has read, and layers that are fewer than stages."""
-    flags = ["--load", folder / "gpt", "--device", "cpu", "--pipeline-model-parallel-size", 2]
+    """Lines that only rank 0 has read, and what the tokenizer makes of them, together."""
+    flags = [
+        "--load",
+        folder / "gpt",
+        "--device",
+        "cpu",
+        "--pipeline-model-parallel-size",
+        2,
+        "--max-new-tokens",
+        4,
+    ]
     (folder / "bad.jsonl").write_text('{"prompt": "a"}\n{"q": 1}\n')
     done = run_forked([*flags, "--prompts", folder / "bad.jsonl", "--prompt", ""], ranks=2, script=SCRIPT)
     assert done.statuses == (2, 2)

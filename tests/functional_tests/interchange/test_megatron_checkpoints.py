@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.transformer.model_config import TransformerConfig
 from tests.harness import launch
+from tests.harness.whole_models import load_model
 from tools.checkpoint import main
-from tools.generate import load_model
 
 SHAPE = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "max_position_embeddings": 16,
@@ -49,7 +49,7 @@ def test_a_torch_dist_checkpoint_goes_on_here(tmp_path, capsys):
     }
     torch.save({"args": argparse.Namespace(**args), "iteration": 7}, folder / "common.pt")
     assert main(["import", "--megatron", str(folder.parent), "--save", str(tmp_path / "ours")]) == 0
-    loaded, settings = load_model(str(tmp_path / "ours"), None, "cpu")
+    loaded, settings = load_model(tmp_path / "ours")
     for name, value in loaded.named_parameters():
         assert torch.equal(value, weights[name]), name
     assert settings.model.rotary_base == 500000

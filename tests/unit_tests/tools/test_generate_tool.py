@@ -19,6 +19,9 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tokenizers.tokenizer import ByteTokenizer
 from megatron.training.config.config import Config
 from tests.harness.tiny_models import tiny_config
+from tests.harness.whole_models import load_model
+from tools.generation import run as generation
+from tools.generation.writer import Writer
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "generate.py"
 
@@ -78,7 +81,7 @@ def test_seed_decides_what_is_drawn(tool, trained, monkeypatch, capsys):
 
 def test_loaded_weights_are_the_saved_ones(tool, trained):
     directory, model = trained
-    loaded, config = tool.load_model(str(directory), None, "cpu")
+    loaded, config = load_model(directory)
     assert config.params_dtype == "bfloat16"
     for name, weight in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), weight), name
@@ -153,13 +156,13 @@ def test_text_appears_as_it_is_made(tool, trained, monkeypatch, capsys, terminal
     words = ("--load", trained[0], "--max-new-tokens", 12, "--prompt", "é")
     run(tool, monkeypatch, *words)
     whole, shown = capsys.readouterr().out, []
-    show = tool.Writer.show
+    show = Writer.show
 
     def noted(writer, text):
         show(writer, text)
         shown.append(sys.stdout.getvalue() if hasattr(sys.stdout, "getvalue") else text)
 
-    monkeypatch.setattr(tool.Writer, "show", noted)
+    monkeypatch.setattr(Writer, "show", noted)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     run(tool, monkeypatch, *words, *(() if terminal else ("--stream",)))
     assert capsys.readouterr().out == whole
@@ -168,14 +171,12 @@ def test_text_appears_as_it_is_made(tool, trained, monkeypatch, capsys, terminal
 
 
 def test_ctrl_c_keeps_what_was_written(tool, trained, monkeypatch, capsys):
-    from megatron.core.models.gpt import generate as module
-
     def interrupted(*given, **options):
         made = generate(*given, **options)
         yield next(made)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "generate", interrupted)
+    monkeypatch.setattr(generation, "generate", interrupted)
     words = ("--load", trained[0], "--max-new-tokens", 2, "--prompt", "a", "--prompt", "b", "--json-lines")
     with pytest.raises(SystemExit) as left:
         run(tool, monkeypatch, *words)

@@ -69,12 +69,12 @@ def test_what_only_begins_a_stop_string_is_held_back_until_it_is_known():
 
 
 def test_bytes_that_are_no_character():
-    made, shown, _ = pushed("a")
+    made, *_ = pushed("a")
     for token in (0xE4, 0xB8):  # the beginning of one
         made.push(token)
     assert made.text == "a"
     assert made.finish() == "a\N{REPLACEMENT CHARACTER}"
-    made, _, _ = pushed("a")
+    made, *_ = pushed("a")
     for token in (0xFF, ord("b")):
         made.push(token)
     assert made.text == "a\N{REPLACEMENT CHARACTER}b"

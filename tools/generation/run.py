@@ -1,0 +1,157 @@
+"""Prompts in, completions out: what `tools/generate.py` does once its flags are known."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.dist_checkpointing.agree import gather_json, step
+from megatron.core.models.gpt.generate import Completion, Sampling, generate, too_long
+from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.tokenizers.build import build_from_config
+from megatron.core.tokenizers.text_continuation import TextContinuation
+from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.transport.parallel_state import ParallelState, destroy_process_group
+from megatron.core.words import counted, size_text
+from megatron.training.config.config import Config
+from megatron.training.config.launch_env import LaunchEnv
+from tools.generation.prompts import Prompt, read_prompts
+from tools.generation.writer import Writer, Written
+from tools.inference import chosen_device, filled_model, join_ranks, open_checkpoint
+from tools.tokenizer_flags import tokenizer_config
+
+
+def run(args: argparse.Namespace, env: LaunchEnv, problems: list[str]) -> None:
+    """Writes what follows the prompts. problems: of the flags, known before.
+
+    Raises CheckpointError, ValueError (a problem a line) and PeerLostError, on all ranks alike.
+    """
+    prompts, wrong = read_prompts(args.prompt, args.prompts) if env.rank == 0 else ([], [])
+    try:
+        args.device = chosen_device(args.device)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        temperature = 0.0 if args.greedy else args.temperature
+        sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems or (wrong and env.world_size == 1):
+        raise ValueError("\n".join(problems + wrong))
+    ps = join_ranks(args, env)
+    prompts, wrong = gather_json((prompts, wrong), ps)[0]
+    prompts = [Prompt(*one) for one in prompts]
+    with step() as opened:
+        config, load = open_checkpoint(args.load, args.ckpt_step)
+    opened.gather(ps)
+    tokenizer = build_from_config(tokenizer_config(args, config.tokenizer))
+    ids, unfit = tokenized(prompts, tokenizer, config, args.max_new_tokens)
+    lengths = sorted(map(len, ids))
+    too_large = size_problems(args, config, tokenizer.vocab_size, lengths, ps, env.local_world_size)
+    if found := next(filter(None, gather_json([*wrong, *unfit, *too_large], ps)), None):
+        raise ValueError("\n".join(found))
+    model = filled_model(config, load, ps)
+    write(args, prompts, ids, model, tokenizer, sampling, ps)
+    destroy_process_group(ps)
+
+
+def write(
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    ids: Sequence[Sequence[int]],
+    model: GPTModel,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    ps: ParallelState,
+) -> None:
+    """Completions, on rank 0 and in the order of the prompts, which data parallel ranks take in turns. Communicates
+    over the world."""
+    mine = range(ps.dp_rank, len(prompts), ps.dp_size)
+    texts = {number: TextContinuation(tokenizer, ids[number], args.stop) for number in mine}
+    starts = [tokenizer.detokenize(one) for one in ids]
+    writer = Writer(prompts, json_lines=args.json_lines)
+    stream = args.stream or (len(prompts) == 1 and not args.json_lines and sys.stdout.isatty())
+
+    def ended(number: int, token: int) -> bool:
+        done = texts[number].push(token)
+        if stream and ps.is_first_rank and number == writer.at:
+            writer.show(starts[number] + texts[number].text)
+        return done
+
+    def written(made: Completion) -> Written:
+        reason = made.finish_reason or ""
+        return Written(texts[made.number].finish(), len(ids[made.number]), len(made.ids), reason)
+
+    completions = generate(
+        model,
+        [ids[number] for number in mine],
+        args.max_new_tokens,
+        sampling=sampling,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        stop=ended,
+        batch_size=args.batch_size,
+        numbers=mine,
+        ps=ps,
+    )
+    for _ in range(0, len(prompts), ps.dp_size):
+        made = next(completions, None)
+        own = None if made is None else (made.number, written(made))
+        every = gather_json(own, ps) if ps.dp_size > 1 else [own]
+        by_number = {one[0]: Written(*one[1]) for one in every if one is not None}
+        if ps.is_first_rank:
+            for number, one in sorted(by_number.items()):
+                writer.finish(starts[number], one)
+
+
+def tokenized(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, config: Config, max_new_tokens: int
+) -> tuple[list[list[int]], list[str]]:
+    """Ids of each prompt, and what is wrong with any of them. Says where a model goes on behind its positions."""
+    found, problems = [], []
+    for prompt in prompts:
+        try:
+            ids = tokenizer.tokenize(prompt.text)
+        except ValueError as error:  # no text of this tokenizer, or none of UTF-8
+            problems.append(f"{prompt.where}: {error}")
+            continue
+        found.append(ids)
+        if not ids:
+            problems.append(f"{prompt.where} holds no token: give some text to continue")
+        elif why := too_long(config.model, len(ids), max_new_tokens):
+            problems.append(f"{prompt.where}: {why}")
+    return found, problems
+
+
+def size_problems(
+    args: argparse.Namespace,
+    config: Config,
+    vocab_size: int,
+    lengths: Sequence[int],
+    ps: ParallelState,
+    here: int,
+) -> list[str]:
+    """A tokenizer that is not the model's; caches that there is no memory for. here: ranks of this machine."""
+    model, found = config.model, []
+    if vocab_size > (model.padded_vocab_size or 0):
+        found.append(
+            f"the tokenizer has {vocab_size} ids, the model {model.padded_vocab_size}: were the tokenizer's files "
+            "changed?"
+        )
+    rows = min(len(lengths), args.batch_size * ps.pp_size)
+    layers, groups = -(-model.num_layers // ps.pp_size), max(model.num_query_groups // ps.tp_size, 1)
+    tokens = rows * (max(lengths, default=0) + args.max_new_tokens)
+    itemsize = getattr(torch, config.params_dtype).itemsize
+    needed = tokens * 2 * layers * groups * model.kv_channels * itemsize  # keys and values
+    available = ps.device.free_bytes()
+    if available is not None and ps.device.kind == "cpu":
+        available //= here
+    if available is not None and needed > available:
+        found.append(
+            f"--max-new-tokens {args.max_new_tokens}: keys and values of {counted(rows, 'prompt')} take "
+            f"{size_text(needed)}, {size_text(available)} are left: lower it, or --batch-size {args.batch_size}"
+        )
+    return found
