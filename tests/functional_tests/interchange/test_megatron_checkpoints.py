@@ -89,7 +89,7 @@ def _goes_on_by_load(folder, more, imported, tmp_path):
 def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["import", "--megatron", str(tmp_path / "empty"), "--save", str(tmp_path / "ours")]) == 3
-    assert "no folder mp_rank_*" in capsys.readouterr().err
+    assert "no folder mp_rank_" in capsys.readouterr().err
     (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("../../x")
     assert main(["import", "--megatron", str(tmp_path / "empty"), "--save", str(tmp_path / "ours")]) == 3
     assert "expected an iteration" in capsys.readouterr().err
