@@ -14,7 +14,7 @@ from megatron.interchange.megatron_folder import METADATA, MegatronSource, open_
 from megatron.interchange.megatron_ranks import open_torch
 from megatron.training.config.config import FIELDS
 from tools.conversion.incoming import write_checkpoint
-from tools.conversion.stream import Say
+from tools.conversion.progress import Say
 
 TRACKER = "latest_checkpointed_iteration.txt"
 WORDS = "model.embedding.word_embeddings.weight"
