@@ -4,7 +4,7 @@
     python tools/checkpoint.py import --megatron DIR --save DIR    the same of Megatron-LM's torch_dist or torch
     python tools/checkpoint.py export --load DIR --hf DIR          a Hugging Face folder of the newest checkpoint
     python tools/checkpoint.py compare A B                         tensor by tensor, each of any format
-    python tools/checkpoint.py inspect DIR [--verify] [--json]     what a checkpoint of ours holds, and whether it is whole
+    python tools/checkpoint.py inspect DIR [--verify] [--json]     what a checkpoint of ours holds; is it whole
 
 A call that was killed goes on where it was. Exit status: 0, 1 where compare finds a difference, 2 for a wrong flag, 3
 for a checkpoint that cannot be read or written.
@@ -139,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args)
     except CheckpointError as error:
         print(f"{program(__file__)}: {error}", file=sys.stderr)
+        return 3
+    except OSError as error:
+        print(f"{program(__file__)}: {error.filename or args.command}: {error.strerror}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
         print(f"{program(__file__)}: interrupted: the same command goes on from here", file=sys.stderr)

@@ -32,8 +32,8 @@ ALWAYS = {
 
 
 def decoder(config: TransformerConfig, *, fused: bool = False) -> Iterator[Move]:
-    """`model.layers.N.*` and `model.norm`, with what the configuration has of biases and norms of heads. fused: queries,
-    keys and values in one matrix of theirs, gate and up in another."""
+    """`model.layers.N.*` and `model.norm`, with what the configuration has of biases and norms of heads. fused:
+    queries, keys and values in one matrix of theirs, gate and up in another."""
     hidden, head, ffn = config.hidden_size, config.kv_channels, config.ffn_hidden_size
     queries, groups = config.num_attention_heads * head, config.num_query_groups * head
     yield from whole("decoder.final_layernorm.weight", "model.norm.weight", hidden)
@@ -48,7 +48,7 @@ def decoder(config: TransformerConfig, *, fused: bool = False) -> Iterator[Move]
             if not fused:
                 rows = [
                     all_rows(f"{theirs}self_attn.{name}_proj.{kind}", part.rows)
-                    for name, part in zip("qkv", rows)
+                    for name, part in zip("qkv", rows, strict=True)
                 ]
             yield from grouped_qkv(config, f"{ours}self_attention.linear_qkv.{kind}", rows, columns)
         output = f"{ours}self_attention.linear_proj."

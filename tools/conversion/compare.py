@@ -30,7 +30,7 @@ class Difference:
 
 
 def open_source(path: Path) -> TensorSource:
-    """The newest checkpoint of ours or of Megatron-LM's in a folder, or a Hugging Face folder. Raises CheckpointError."""
+    """A Hugging Face folder, or the newest checkpoint of ours or Megatron-LM's in a folder. Raises CheckpointError."""
     if (path / CONFIG).is_file():
         opened = open_folder(path)
         return HFSource(opened, opened.model.vocab_size)

@@ -27,7 +27,7 @@ def newest(folder: Path, ckpt_step: int | None = None) -> Found:
 
 
 def show(folder: Path, ckpt_step: int | None, *, verify: bool, as_json: bool) -> None:
-    """Print it. verify: judge it as a load does, digests, configuration and counters included. Raises CheckpointError."""
+    """Print it. verify: judge it as a load does, digests and configuration included. Raises CheckpointError."""
     found = newest(folder, ckpt_step)
     facts = describe(found)
     if verify:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import json
+import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.catalog import Found, config_of
-from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
+from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
+from megatron.core.words import size_text
 from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
 from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
 from megatron.interchange.known import ARCHITECTURES, architecture, expressing
@@ -25,11 +31,13 @@ from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
 from megatron.training.config.saved_config import check_config
-from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
+from tools.conversion.incoming import DTYPES, fingerprint, removed_if_refused, verify_files, write_checkpoint
+from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader, view
-from tools.conversion.stream import PlannedFile, Say, in_files, planned_file, write_files
+from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
+GENERATION = "generation_config.json"
 PREFIX, MAIN = "model.", "optimizer.main_weight."
 _MAX_COPIED_BYTES = 256 << 20
 
@@ -44,23 +52,36 @@ def import_folder(
     opened = open_folder(folder, given)
     source = HFSource(opened, opened.model.vocab_size)
     beside = save / BESIDE
+    _tokenizer_files(folder)
 
     def settings() -> dict[str, Any]:
         there = beside if _copy_tokenizer(folder, beside) else folder
         return {**opened.model.flags, **tokenizer_flags(there, opened.model.vocab_size)}
 
-    facts = [opened.json, {key: tuple(vars(one).values()) for key, one in opened.arrays.items()}]
+    facts = [opened.json, {key: tuple(vars(array).values()) for key, array in opened.arrays.items()}]
     return write_checkpoint(
         source, save, settings, opened.model.vocab_size, facts, dtype, max_shard_bytes, say
     )
 
 
-def _copy_tokenizer(folder: Path, into: Path) -> bool:
-    """Whether there are files of a tokenizer; they are copied, with what says how the model is used."""
+def _tokenizer_files(folder: Path) -> list[str]:
+    """Raises CheckpointError for one that is too large to be copied."""
     there = [name for name in COPIED if (folder / name).is_file()]
     for name in there:
+        if (size := (folder / name).stat().st_size) > _MAX_COPIED_BYTES:
+            most = size_text(_MAX_COPIED_BYTES)
+            raise CheckpointError(
+                f"{folder / name}: {size_text(size)}; at most {most} are read of a tokenizer's file"
+            )
+    return there
+
+
+def _copy_tokenizer(folder: Path, into: Path) -> bool:
+    """Whether there are files of a tokenizer; they are copied, with what says how the model is used."""
+    there = _tokenizer_files(folder)
+    for name in there:
         into.mkdir(parents=True, exist_ok=True)
-        with published(into / name) as file:
+        with named_errors(folder / name), published(into / name) as file:
             file.write(read_bytes(folder / name, max_bytes=_MAX_COPIED_BYTES, follow=True))
     return bool(there)
 
@@ -79,7 +100,8 @@ def export_folder(
 
     model_type: the architecture; that of `like`, else the first that can express the model. like: a folder whose
     tokenizer files and settings of generation are taken over; the checkpoint's tokenizer's if not given. dtype: a key
-    of DTYPES, float32 from main weights where there are any; the weights' own if not given.
+    of DTYPES, float32 from main weights where there are any; the weights' own if not given. A killed call goes on where
+    it was. Raises CheckpointError, also where the checkpoint is removed or replaced meanwhile.
     """
     if os.path.lexists(folder):
         raise CheckpointError(f"{folder}: there already: give --hf another folder")
@@ -90,26 +112,63 @@ def export_folder(
     if padded is None:
         raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
     rows = min(padded, stated.get("vocab_size", padded))
-    one = _architecture(model_type or stated.get("model_type"), config, rows)
-    json_config = one.write(config.model, rows)
-    out = _Outgoing(found, one.catalogue(config.model, rows, padded), dtype)
+    exported = _architecture(model_type or stated.get("model_type"), config, rows)
+    json_config = exported.write(config.model, rows)
+    out = _Outgoing(found, exported.catalogue(config.model, rows, padded), dtype)
     files = out.files(max_shard_bytes)
-    tag = fingerprint(found.manifest_sha256, one.model_type, dtype, max_shard_bytes, rows)
+    tag = fingerprint(found.manifest_sha256, exported.model_type, dtype, max_shard_bytes, rows)
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
-    with SourceReader(found) as reader:
-        write_files(temporary, files, functools.partial(out.value, reader), say)
+    with _still_there(found, temporary), SourceReader(found) as reader, ThreadPoolExecutor(1) as beside:
+        verified = beside.submit(verify_files, found)
+        write_files(temporary, files, functools.partial(out.value, reader), say, hashed=False)
+        with removed_if_refused(temporary):
+            verified.result()
     if like is not None:
         _copy_tokenizer(like, temporary)
     kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
     _publish_json(temporary / CONFIG, {**kept, **json_config, "dtype": out.dtype, "torch_dtype": out.dtype})
+    if not (temporary / GENERATION).exists():
+        ids: dict[str, Any] = {
+            key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept
+        }
+        _publish_json(temporary / GENERATION, {"_from_model_config": True, **ids})
     if len(files) > 1:
-        total = sum(file.num_bytes - len(file.header) for file in files)
-        where = {stored.key: file.name for file in files for stored in file.tensors}
-        _publish_json(temporary / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        _publish_json(temporary / INDEX, _index(files))
     sync_directory(temporary)
     os.rename(temporary, folder)
     sync_directory(folder.parent)
     return folder
+
+
+@contextlib.contextmanager
+def _still_there(found: Found, temporary: Path) -> Iterator[None]:
+    """A run that goes on may remove the checkpoint, or save its iteration again, while it is read."""
+    failure: Exception | None = None
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        failure = error
+    try:
+        same = read_manifest(found.directory)[1] == found.manifest_sha256
+    except CheckpointError:
+        same = False
+    if not same:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{found.directory}: removed or replaced while it was read, as a run does that goes on (see "
+            "--save-retain-interval): call again, which takes the newest, or name one that stays by --ckpt-step"
+        ) from failure
+    if failure is not None:
+        raise failure
+
+
+def _index(files: Sequence[PlannedFile]) -> dict[str, Any]:
+    tensors = [(tensor, file.name) for file in files for tensor in file.tensors]
+    sizes = {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor, _ in tensors),
+        "total_size": sum(file.num_bytes - len(file.header) for file in files),
+    }
+    return {"metadata": sizes, "weight_map": {tensor.key: name for tensor, name in tensors}}
 
 
 def _publish_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,13 @@ from torch import Tensor
 
 from megatron import __version__
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
+from megatron.core.dist_checkpointing.catalog import (
+    TRACKER_NAME,
+    CheckpointKind,
+    directory_name,
+    open_directory,
+    read_tracker,
+)
 from megatron.core.dist_checkpointing.files import CheckpointError, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
@@ -29,10 +37,12 @@ from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Dims
+from megatron.core.safe_files import publish_text
 from megatron.core.transport.rank_grid import AXES
 from megatron.training.config.saved_config import model_config
+from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import PlannedFile, Say, in_files, planned_file, write_files
+from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -54,8 +64,10 @@ def write_checkpoint(
     DTYPES; as stored if not given. Raises CheckpointError.
     """
     target = save / directory_name(0)
+    files = [(file, *_last_change(source, file)) for file in source.files]
+    mark = fingerprint(*facts_of_source, files, dtype, max_shard_bytes)
     if os.path.lexists(target):
-        raise CheckpointError(f"{target}: there already: give --save another folder")
+        return _finished(target, mark, say)
     stored = {name: DTYPES[dtype] if dtype else entry.dtype for name, entry in source.tensors.items()}
     facts = {
         f"{name}[{_box_text(entry.shape)}]": PieceFacts(
@@ -63,25 +75,59 @@ def write_checkpoint(
         )
         for name, entry in source.tensors.items()
     }
-    by_file = in_files([one.stored for one in facts.values()], max_shard_bytes)
-    files = [
-        planned_file(f"shard_{number:05d}.safetensors", sorted(tensors, key=lambda one: one.rank))
+    by_file = in_files([piece.stored for piece in facts.values()], max_shard_bytes)
+    planned = [
+        planned_file(f"shard_{number:05d}.safetensors", sorted(tensors, key=lambda tensor: tensor.rank))
         for number, tensors in enumerate(by_file)
     ]
-    temporary = save / directory_name(0, CheckpointKind.TEMPORARY, fingerprint(*facts_of_source, dtype))
+    temporary = save / directory_name(0, CheckpointKind.TEMPORARY, mark)
+    verify_files(source)
     with SourceReader(source) as reader:
 
-        def value(one: StoredTensor) -> Tensor:
-            return reader.read(facts[one.key].name).to(TORCH_DTYPES[one.dtype])
+        def value(tensor: StoredTensor) -> Tensor:
+            return reader.read(facts[tensor.key].name).to(TORCH_DTYPES[tensor.dtype])
 
-        entries = write_files(temporary, files, value, say)
-    for file in source.files:
-        source.verify_file(file)
-    manifest = _manifest(model_config(settings(), rows, set(stored.values())), facts, files, entries)
+        entries = write_files(temporary, planned, value, say)
+    with removed_if_refused(temporary):
+        verify_files(source)
+    settings_of_run = model_config(settings(), rows, set(stored.values()))
+    manifest = _manifest(settings_of_run, facts, planned, entries, mark)
     write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
     for note in commit.commit(temporary, save, 0, may_replace=False):
         say(note)
     return target
+
+
+def _last_change(source: TensorSource, file: str) -> tuple[int, int]:
+    status = os.stat(source.directory / file)
+    return status.st_size, status.st_mtime_ns
+
+
+def verify_files(source: TensorSource) -> None:
+    """All that can be checked of them. Raises CheckpointError."""
+    for file in source.files:
+        source.verify_file(file)
+
+
+@contextlib.contextmanager
+def removed_if_refused(temporary: Path) -> Iterator[None]:
+    """Files that a later call would take for finished go where what they were made of turns out to be wrong."""
+    try:
+        yield
+    except CheckpointError:
+        shutil.rmtree(temporary)
+        raise
+
+
+def _finished(target: Path, mark: str, say: Say) -> Path:
+    """Where the same call was killed behind the rename. Raises CheckpointError for any other checkpoint."""
+    with contextlib.suppress(CheckpointError):
+        if open_directory(target, 0).manifest.common.get("imported") == mark:
+            say(f"{target}: finished by an earlier call")
+            if read_tracker(target.parent) is None:
+                publish_text(target.parent / TRACKER_NAME, "0")
+            return target
+    raise CheckpointError(f"{target}: there already: give --save another folder")
 
 
 def _box_text(shape: Dims) -> str:
@@ -98,18 +144,20 @@ def _manifest(
     facts: Mapping[str, PieceFacts],
     files: Sequence[PlannedFile],
     entries: Mapping[str, FileEntry],
+    mark: str,
 ) -> Manifest:
     tensors = {
         fact.name: TensorEntry(
             fact.dtype,
             fact.global_shape,
-            (ChunkEntry(fact.offset, fact.shape, file.name, one.key, begin),),
+            (ChunkEntry(fact.offset, fact.shape, file.name, tensor.key, begin),),
         )
         for file in files
-        for one, begin in zip(file.tensors, file.begins, strict=True)
-        for fact in (facts[one.key],)
+        for tensor, begin in zip(file.tensors, file.begins, strict=True)
+        for fact in (facts[tensor.key],)
     }
-    common = json.loads(canonical({"config": config, "iteration": 0, "consumed_train_samples": 0}))
+    counters = {"iteration": 0, "consumed_train_samples": 0}
+    common = json.loads(canonical({"config": config, **counters, "imported": mark}))
     return Manifest(
         iteration=0,
         consumed_train_samples=0,

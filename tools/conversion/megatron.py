@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.interchange.foreign_checkpoint import megatron_settings, open_megatron
 from tools.conversion.incoming import write_checkpoint
-from tools.conversion.stream import Say
+from tools.conversion.progress import Say
 
 
 def import_folder(folder: Path, save: Path, *, dtype: str | None, max_shard_bytes: int, say: Say) -> Path:

@@ -66,9 +66,15 @@ def in_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[Store
 
 
 def write_files(
-    directory: Path, files: Sequence[PlannedFile], value: Callable[[StoredTensor], Tensor], say: Say
+    directory: Path,
+    files: Sequence[PlannedFile],
+    value: Callable[[StoredTensor], Tensor],
+    say: Say,
+    *,
+    hashed: bool = True,
 ) -> dict[str, FileEntry]:
-    """Write what is not there yet. value: a tensor of the stated dtype and shape, made when it is its turn.
+    """Write what is not there yet. value: a tensor of the stated dtype and shape, made when it is its turn. hashed:
+    whether SHA-256 of files is wanted.
 
     Raises CheckpointError, before anything is made where there is no space for it.
     """
@@ -84,12 +90,12 @@ def write_files(
         path = directory / file.name
         if file.name in finished:
             with open_regular(path) as fd:
-                entries[file.name] = FileEntry(file.num_bytes, sha256_of(fd, path, file.num_bytes))
+                entries[file.name] = sha256_of(fd, path, file.num_bytes) if hashed else ""
         else:
             progress.begin_file(file.name, number)
-            entries[file.name] = _write(path, file, value, progress)
+            entries[file.name] = _write(path, file, value, progress, hashed)
     progress.end()
-    return entries
+    return {file.name: FileEntry(file.num_bytes, entries[file.name]) for file in files}
 
 
 def _check_space(directory: Path, missing: Sequence[PlannedFile]) -> None:
@@ -120,8 +126,14 @@ def _part(path: Path) -> Path:
 
 
 def _write(
-    path: Path, file: PlannedFile, value: Callable[[StoredTensor], Tensor], progress: WriteProgress
-) -> FileEntry:
+    path: Path,
+    file: PlannedFile,
+    value: Callable[[StoredTensor], Tensor],
+    progress: WriteProgress,
+    hashed: bool,
+) -> str:
+    """SHA-256; "" unless it is wanted."""
+
     def parts() -> Iterator[bytes | memoryview]:
         yield file.header
         for planned in file.tensors:
@@ -133,7 +145,7 @@ def _write(
                 progress.add(len(memory[begin : begin + BLOCK_BYTES]))
 
     try:
-        num_bytes, digest = write_file(_part(path), parts())
+        num_bytes, digest = write_file(_part(path), parts(), hashed=hashed)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         more = f"; {size_text(shutil.disk_usage(path.parent).free)} are free" if full else ""
@@ -141,4 +153,4 @@ def _write(
     assert num_bytes == file.num_bytes, f"{path}: {num_bytes} bytes, planned {file.num_bytes}"
     os.rename(_part(path), path)
     sync_directory(path.parent)
-    return FileEntry(num_bytes, digest)
+    return digest

@@ -28,8 +28,8 @@ DIRECTORY_MODE = 0o750
 BLOCK_BYTES = 8 << 20  # one write or read: large enough to stream, small enough to hash while in the cache
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file from front to back, durably; returns its size and SHA-256.
+def write_file(path: Path, parts: Iterable[bytes | memoryview], *, hashed: bool = True) -> tuple[int, str]:
+    """Write a new file from front to back, durably; returns its size and SHA-256, which is of nothing unless `hashed`.
 
     Its directory entry is not durable yet: `safe_files.sync_directory`.
     """
@@ -40,7 +40,8 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, st
             view = memoryview(part).cast("B")
             for begin in range(0, len(view), BLOCK_BYTES):
                 block = view[begin : begin + BLOCK_BYTES]
-                sha256.update(block)
+                if hashed:
+                    sha256.update(block)
                 while len(block):
                     written = os.write(fd, block)
                     num_bytes, block = num_bytes + written, block[written:]
