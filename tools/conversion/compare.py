@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.foreign import recognise
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Rectangle
 from megatron.core.words import plain
-from megatron.interchange.hf_folder import CONFIG, HFSource, open_folder
-from tools.conversion import contents, megatron
+from megatron.interchange.foreign_checkpoint import opener
+from tools.conversion import contents
 from tools.conversion.source_reader import SourceReader
 
 PREFIX = "model."
@@ -31,12 +30,7 @@ class Difference:
 
 def open_source(path: Path) -> TensorSource:
     """A Hugging Face folder, or the newest checkpoint of ours or Megatron-LM's in a folder. Raises CheckpointError."""
-    if (path / CONFIG).is_file():
-        opened = open_folder(path)
-        return HFSource(opened, opened.model.vocab_size)
-    if path.is_dir() and (recognise(path) or "").startswith("a Megatron checkpoint"):
-        return megatron.open_checkpoint(path)
-    return contents.newest(path)
+    return contents.newest(path, open_other=opener({"finetune": True}))
 
 
 def differences(first: TensorSource, second: TensorSource) -> list[Difference]:

@@ -9,16 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.catalog import Found, choose
+from megatron.core.dist_checkpointing.catalog import Found, OpenOther, choose, open_no_other
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.core.words import counted, printable
 from tools.conversion.summary import folded, summary, summary_lines
 
 
-def newest(folder: Path, ckpt_step: int | None = None) -> Found:
-    """The checkpoint that --load would take, or the one of `ckpt_step`. Raises CheckpointError where there is none."""
-    choice = choose(folder, ckpt_step)
+def newest(folder: Path, ckpt_step: int | None = None, open_other: OpenOther = open_no_other) -> Found:
+    """The checkpoint that --load would take, or the one of `ckpt_step`. open_other: of other formats, as `choose` has it.
+    Raises CheckpointError where there is none."""
+    choice = choose(folder, ckpt_step, open_other)
     if choice.found is None:
         raise CheckpointError("; ".join(choice.notes))
     for note in choice.notes:
