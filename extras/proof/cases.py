@@ -13,6 +13,7 @@ class Case:
     ddp: "none" (gradients in `.grad`), "plain", "overlap" (`overlap_grad_reduce`), "sharded" (distributed optimizer) or
     "sharded-overlap" (with both overlaps). align: `grad_sync_func` is given too: later stages reduce in the bubble.
     experts: of sequential layers, top 2. fusion: Megatron's fused accumulation, by a stand-in for apex's kernel.
+    bf16: weights and activations; gradients are added up and reduced in fp32.
     evaluate_every: a forward-only step behind each so many steps.
     """
 
@@ -30,6 +31,7 @@ class Case:
     dropout: float = 0.0
     fusion: bool = False
     recompute: bool = False
+    bf16: bool = False
     microbatches: int = 4
     steps: int = 20
     evaluate_every: int = 0
@@ -62,6 +64,9 @@ TWO_RANKS = (
     Case("experts", shape="llama", tied=False, experts=4, ddp="overlap"),
     Case("one microbatch on two stages", microbatches=1),
     Case("dropout", dropout=0.1),
+    Case("full recomputation", recompute=True),
+    Case("bf16, overlap", shape="llama", tied=False, ddp="overlap", bf16=True),
+    Case("bf16, fused accumulation, distributed optimizer", ddp="sharded", bf16=True, fusion=True),
 )
 FOUR_RANKS = (
     Case("four stages", ranks=4, pipeline=4, layers=4, microbatches=8, evaluate_every=7),

@@ -16,6 +16,7 @@ import zbpp_light
 from cases import Case
 from live_bytes import LiveBytes
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron.core import parallel_state
@@ -109,7 +110,9 @@ def transformer_config(case: Case) -> TransformerConfig:
         "hidden_size": case.hidden,
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
-        "pipeline_dtype": torch.float32,
+        "pipeline_dtype": _dtype(case),
+        "params_dtype": _dtype(case),
+        "bf16": case.bf16,
         "tensor_model_parallel_size": case.tensor,
         "pipeline_model_parallel_size": case.pipeline,
         "sequence_parallel": case.tensor > 1,
@@ -143,6 +146,10 @@ def transformer_config(case: Case) -> TransformerConfig:
     return TransformerConfig(**words)
 
 
+def _dtype(case: Case) -> torch.dtype:
+    return torch.bfloat16 if case.bf16 else torch.float32
+
+
 def gpt(case: Case, config: TransformerConfig) -> GPTModel:
     spec_words = {
         "num_experts": case.experts or None,
@@ -173,7 +180,10 @@ def wrapped(case: Case, config: TransformerConfig, model: GPTModel) -> torch.nn.
     """In Megatron's DDP, with the functions of the configuration set as Megatron's own training loop sets them."""
     if case.ddp == "none":
         return model
+    if case.bf16:
+        model = Float16Module(config, model)
     settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
         overlap_grad_reduce="overlap" in case.ddp,
         overlap_param_gather=case.ddp == "sharded-overlap",
         use_distributed_optimizer=case.ddp.startswith("sharded"),
@@ -312,6 +322,8 @@ class Optimizer:
             "lr": LEARNING_RATE,
             "weight_decay": WEIGHT_DECAY,
             "clip_grad": CLIP,
+            "bf16": case.bf16,
+            "params_dtype": _dtype(case),
             "use_distributed_optimizer": case.ddp.startswith("sharded"),
             "overlap_param_gather": case.ddp == "sharded-overlap",
         }
@@ -339,4 +351,4 @@ def _sum(losses: list[dict[str, Tensor]]) -> str:
 
 
 def _bits(model: torch.nn.Module) -> int:
-    return sum(int(parameter.data.view(torch.int32).long().sum()) for parameter in model.parameters())
+    return sum(int(parameter.data.view(torch.int16).long().sum()) for parameter in model.parameters())

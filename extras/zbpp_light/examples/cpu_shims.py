@@ -73,7 +73,9 @@ def install() -> None:
         return exchange(output, tensor, *map(_as_list, sizes), *others, **words)
 
     torch.distributed.all_to_all_single = all_to_all
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *device, **words: torch.empty(0)
+    from megatron.core.tensor_parallel import random
 
-    # One stream of random numbers a rank instead of one for each kind of parallelism.
-    CudaRNGStatesTracker.fork = lambda tracker, *name: contextlib.nullcontext()
+    # One stream of random numbers a rank, the CPU's, instead of one for each kind of parallelism.
+    random.CudaRNGStatesTracker.fork = lambda tracker, *name: contextlib.nullcontext()
+    random._set_cuda_rng_state = lambda *state, **words: None
