@@ -17,8 +17,8 @@ from tools.conversion.summary import folded, summary, summary_lines
 
 
 def newest(folder: Path, ckpt_step: int | None = None, open_other: OpenOther = open_no_other) -> Found:
-    """The checkpoint that --load would take, or the one of `ckpt_step`. open_other: of other formats, as `choose` has it.
-    Raises CheckpointError where there is none."""
+    """The checkpoint that --load would take, or the one of `ckpt_step`. open_other: as `choose` has it, for other
+    formats. Raises CheckpointError where there is none."""
     choice = choose(folder, ckpt_step, open_other)
     if choice.found is None:
         raise CheckpointError("; ".join(choice.notes))
