@@ -44,8 +44,11 @@ def check_tokenizer_flags(parser: argparse.ArgumentParser, args: argparse.Namesp
 
 
 def tokenizer_config(args: argparse.Namespace, saved: TokenizerConfig | None = None) -> TokenizerConfig:
-    """What the flags say, over what a checkpoint says."""
-    return dataclasses.replace(saved or TokenizerConfig(), **_given(args))
+    """What the flags say, over what a checkpoint says; where they say another type, that of a checkpoint has no say."""
+    given = _given(args)
+    if saved is None or given.get("tokenizer_type", saved.tokenizer_type) != saved.tokenizer_type:
+        saved = TokenizerConfig()
+    return dataclasses.replace(saved, **given)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
