@@ -59,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     into.add_argument(
         "--max-position-embeddings", type=int, metavar="N", help="fewer positions than config.json has"
     )
+    into.add_argument(
+        "--no-load-optim", action="store_true", help="leave the optimizer of Megatron-LM's checkpoint"
+    )
     out = commands.add_parser("export", help="write a Hugging Face folder", allow_abbrev=False)
     out.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder of checkpoints")
     out.add_argument("--hf", required=True, type=Path, metavar="DIR", help="folder to be made")
@@ -114,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
     common: dict[str, Any] = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size, "say": say}
     if args.command == "import" and args.megatron is not None:
-        made = megatron.import_folder(args.megatron, args.save, **common)
+        made = megatron.import_folder(args.megatron, args.save, optimizer=not args.no_load_optim, **common)
     elif args.command == "import":
         given = {"max_position_embeddings": args.max_position_embeddings}
         given = {key: value for key, value in given.items() if value is not None}

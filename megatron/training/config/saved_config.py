@@ -131,9 +131,8 @@ def whole_config(found: Found) -> dict[str, Any]:
     config = config_of(found, check_config)
     if not isinstance(found, Foreign):
         return config
-    return model_config(
-        config, found.tensors[EMBEDDING].shape[0], {one.dtype for one in found.tensors.values()}
-    )
+    dtypes = {one.dtype for name, one in found.tensors.items() if name.startswith(MODEL_PREFIX)}
+    return model_config(config, found.tensors[EMBEDDING].shape[0], dtypes)
 
 
 def model_config(stated: Mapping[str, Any], rows: int, dtypes: Collection[str]) -> dict[str, Any]:

@@ -169,7 +169,10 @@ class Checkpointer:
         for note in choice.notes:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
-        with_rng = not (flags.finetune or flags.no_load_rng)
+        imported = all(
+            own is None for own in found.manifest.per_rank
+        )  # others wrote it: no generators of ours
+        with_rng = not (imported or flags.finetune or flags.no_load_rng)
         check_holds_state(found, flags)
         self._compare_settings(found, config)
         if with_rng:
