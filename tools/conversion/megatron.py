@@ -45,7 +45,9 @@ def _expected(found: Foreign, config: Config) -> Iterator[LocalPiece]:
     """What a model of these settings has, and an optimizer of what the checkpoint keeps of any weight; no values."""
     kinds = {name.split(".")[1] for name in found.tensors if name.startswith(OPTIMIZER_PREFIX)}
     prefixes = [MODEL_PREFIX, *(f"{OPTIMIZER_PREFIX}{kind}." for kind in sorted(kinds))]
-    model = GPTModel(config.model, padded_vocab_size=config.model.padded_vocab_size, seed=0, device="meta")
+    rows = config.model.padded_vocab_size
+    assert rows is not None, "whole_config has it"
+    model = GPTModel(config.model, padded_vocab_size=rows, seed=0, device="meta")
     for name, weight in model.named_parameters():
         for prefix in prefixes:
             [piece] = pieces_of(prefix.removesuffix("."), model.param_meta[name], weight)
