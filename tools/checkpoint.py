@@ -1,8 +1,9 @@
 """Checkpoints of other formats in and out, compared and shown. One process, no device, one tensor in memory at a time.
 
     python tools/checkpoint.py import --hf DIR --save DIR          iteration 0 of a Hugging Face model
-    python tools/checkpoint.py import --megatron DIR --save DIR    the same of Megatron-LM's torch_dist or torch
+    python tools/checkpoint.py import --megatron DIR --save DIR    a checkpoint of Megatron-LM's (torch_dist or torch)
     python tools/checkpoint.py export --load DIR --hf DIR          a Hugging Face folder of the newest checkpoint
+    python tools/checkpoint.py export --load DIR --megatron DIR    a torch_dist checkpoint of Megatron-LM's of it
     python tools/checkpoint.py compare A B                         tensor by tensor, each of any format
     python tools/checkpoint.py inspect DIR [--verify] [--json]     what a checkpoint of ours holds; is it whole
 
@@ -59,12 +60,11 @@ def parser() -> argparse.ArgumentParser:
     into.add_argument(
         "--max-position-embeddings", type=int, metavar="N", help="fewer positions than config.json has"
     )
-    into.add_argument(
-        "--no-load-optim", action="store_true", help="leave the optimizer of Megatron-LM's checkpoint"
-    )
-    out = commands.add_parser("export", help="write a Hugging Face folder", allow_abbrev=False)
+    out = commands.add_parser("export", help="write a checkpoint for others", allow_abbrev=False)
     out.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder of checkpoints")
-    out.add_argument("--hf", required=True, type=Path, metavar="DIR", help="folder to be made")
+    target = out.add_mutually_exclusive_group(required=True)
+    target.add_argument("--hf", type=Path, metavar="DIR", help="folder to be made, of Hugging Face")
+    target.add_argument("--megatron", type=Path, metavar="DIR", help="the same, of Megatron-LM's checkpoints")
     out.add_argument(
         "--model-type",
         choices=sorted(ARCHITECTURES),
@@ -72,6 +72,9 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--like", type=Path, metavar="DIR", help="a folder whose tokenizer is copied")
     for command in (into, out):
+        command.add_argument(
+            "--no-load-optim", action="store_true", help="of --megatron: leave the optimizer's states out"
+        )
         command.add_argument(
             "--dtype",
             choices=("float32", "bfloat16", "float16"),
@@ -97,12 +100,23 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def foreign_flags(args: argparse.Namespace) -> list[str]:
+    """What is given that means nothing for the other format."""
+    of_hf, of_megatron = ("max_position_embeddings", "model_type", "like"), ("no_load_optim",)
+    of_other = of_hf if getattr(args, "megatron", None) else of_megatron if getattr(args, "hf", None) else ()
+    return [
+        f"--{name.replace('_', '-')} is for --{'hf' if name in of_hf else 'megatron'}"
+        for name in of_other
+        if getattr(args, name, None)
+    ]
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit status. Raises CheckpointError."""
     if args.command == "inspect":
         contents.show(args.load, args.ckpt_step, verify=args.verify, as_json=args.json)
         return 0
-    from tools.conversion import compare, hugging_face, megatron  # these bring torch
+    from tools.conversion import compare, hugging_face, megatron, torch_dist  # these bring torch
 
     if args.command == "compare":
         differing = compare.differences(*map(compare.open_source, args.checkpoints))
@@ -122,6 +136,9 @@ def run(args: argparse.Namespace) -> int:
         given = {"max_position_embeddings": args.max_position_embeddings}
         given = {key: value for key, value in given.items() if value is not None}
         made = hugging_face.import_folder(args.hf, args.save, given=given, **common)
+    elif args.megatron is not None:
+        found = contents.newest(args.load, args.ckpt_step)
+        made = torch_dist.export_folder(found, args.megatron, optimizer=not args.no_load_optim, **common)
     else:
         found = contents.newest(args.load, args.ckpt_step)
         made = hugging_face.export_folder(
@@ -137,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and os.path.isdir(words[0]):  # what this word alone meant before there were others
         commands.error(f"{words[0]!r} is a folder and no command: did you mean  inspect {words[0]}  ?")
     args = commands.parse_args(words)
+    if problems := foreign_flags(args):
+        commands.error("; ".join(problems))
     guard_console()
     try:
         return run(args)

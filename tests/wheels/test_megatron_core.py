@@ -43,8 +43,8 @@ OPTIMIZER = {"optimizer": "adam", "lr": 3e-3, "min_lr": 0.0, "weight_decay": 0.1
 RUN = (
     f"--seq-length {LENGTH} --micro-batch-size 2 --global-batch-size 4 --train-iters {LAST} --lr 3e-3 --min-lr 0 "
     "--lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --clip-grad 1 "
-    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --num-workers 0 --log-interval 1 --eval-iters 0 --split 1 "
-    "--attention-dropout 0 --hidden-dropout 0 --data-path corpus --use-checkpoint-opt_param-scheduler"
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --num-workers 0 --log-interval 1 --eval-iters 0 "
+    "--split 1 --attention-dropout 0 --hidden-dropout 0 --data-path corpus --use-checkpoint-opt_param-scheduler"
 ).split()
 LAYOUTS = {"whole": (1, 1, None), "tp 2": (2, 1, None), "pp 2": (1, 2, None), "vp 2": (1, 2, 2)}
 
@@ -121,3 +121,56 @@ def test_we_go_on_from_theirs(name, theirs, tmp_path):
         losses.append(list(found.values()))
     assert losses[0] == pytest.approx(expected[SAVED:], rel=1e-5)
     assert losses[1] == losses[0]
+
+
+# Of ours: the model's flags, and under which layouts of theirs its export is loaded.
+MODEL = (
+    f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 56 --max-position-embeddings {LENGTH} "
+    f"--padded-vocab-size {VOCAB} --save ck --save-interval {SAVED} --seed 5 "
+).split()
+OURS = {
+    "llama": "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --rotary-base 5000 --untie-embeddings-and-output-weights",
+    "gpt2": "--position-embedding-type learned_absolute",
+}
+READ_AS = {"llama": ("whole", "tp 2", "pp 2"), "gpt2": ("tp 2", "pp 2")}
+
+
+@pytest.fixture(scope="module")
+def exported(wheels, tmp_path_factory):
+    """Losses of our runs, all six, and of theirs from our exports behind the third, with the optimizer and without."""
+    folder = tmp_path_factory.mktemp("ours")
+    write_data(folder)
+    losses, jobs = {}, []
+    for toy, flags in OURS.items():
+        here = folder / toy
+        here.mkdir()
+        line = [*RUN, *MODEL, *flags.split()]
+        line[line.index("corpus")] = str(folder / "corpus")
+        losses[toy] = list(losses_of(launch.run_forked(line, cwd=here)).values())
+        out = ["export", "--load", str(here / "ck"), "--ckpt-step", str(SAVED), "--max-shard-size", "20KB"]
+        assert checkpoint([*out, "--megatron", str(here / "out")]) == 0
+        assert checkpoint([*out, "--megatron", str(here / "weights"), "--no-load-optim"]) == 0
+        for layout in READ_AS[toy]:
+            more = {"first": SAVED, "load": str(here / "out")}
+            jobs.append(job(toy, folder, f"{toy} {layout}", layout, **more))
+        more = {"first": SAVED, "load": str(here / "weights"), "load_optimizer": False}
+        jobs.append(job(toy, folder, f"{toy} weights", **more))
+    run_jobs(wheels, folder, jobs)
+    return folder, losses
+
+
+@pytest.mark.parametrize(("toy", "layout"), [(toy, layout) for toy in READ_AS for layout in READ_AS[toy]])
+def test_they_go_on_from_ours(toy, layout, exported):
+    folder, losses = exported
+    found = json.loads((folder / f"{toy} {layout}.json").read_text())
+    assert found == pytest.approx(losses[toy][SAVED:], rel=1e-5)
+
+
+@pytest.mark.parametrize("toy", OURS)
+def test_weights_alone_are_read_without_an_optimizer(toy, exported):
+    """The first loss is that of the weights; then another optimizer begins."""
+    folder, losses = exported
+    found = json.loads((folder / f"{toy} weights.json").read_text())
+    assert found[0] == pytest.approx(losses[toy][SAVED], rel=1e-5)
+    assert found[2] != pytest.approx(losses[toy][SAVED + 2], rel=1e-4)
