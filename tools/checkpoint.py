@@ -1,8 +1,9 @@
 """Checkpoints of other formats in and out, compared and shown. One process, no device, one tensor in memory at a time.
 
     python tools/checkpoint.py import --hf DIR --save DIR          iteration 0 of a Hugging Face model
-    python tools/checkpoint.py import --megatron DIR --save DIR    the same of Megatron-LM's torch_dist or torch
+    python tools/checkpoint.py import --megatron DIR --save DIR    a checkpoint of Megatron-LM's (torch_dist or torch)
     python tools/checkpoint.py export --load DIR --hf DIR          a Hugging Face folder of the newest checkpoint
+    python tools/checkpoint.py export --load DIR --megatron DIR    a torch_dist checkpoint of Megatron-LM's of it
     python tools/checkpoint.py compare A B                         tensor by tensor, each of any format
     python tools/checkpoint.py inspect DIR [--verify] [--json]     what a checkpoint of ours holds; is it whole
 
@@ -49,18 +50,21 @@ def parser() -> argparse.ArgumentParser:
 
     into = command("import", "write a checkpoint of ours")
     source = into.add_mutually_exclusive_group(required=True)
-    megatron = {"--megatron DIR": "folder of Megatron-LM's checkpoints, or one"}
-    add_flags(source, {"--hf DIR": "folder with config.json"} | megatron, type=Path)
+    of_megatron = {"--megatron DIR": "folder of Megatron-LM's checkpoints, or one"}
+    add_flags(source, {"--hf DIR": "folder with config.json"} | of_megatron, type=Path)
     add_flags(into, {"--save DIR": "folder of checkpoints"}, required=True, type=Path)
     add_flags(into, {"--max-position-embeddings N": "fewer positions than config.json has"})
-    out = command("export", "write a Hugging Face folder")
-    folders = {"--load DIR": "folder of checkpoints", "--hf DIR": "folder to be made"}
-    add_flags(out, folders, required=True, type=Path)
+    out = command("export", "write a checkpoint for others")
+    add_flags(out, {"--load DIR": "folder of checkpoints"}, required=True, type=Path)
+    target = out.add_mutually_exclusive_group(required=True)
+    of_megatron = {"--megatron DIR": "the same, of Megatron-LM's checkpoints"}
+    add_flags(target, {"--hf DIR": "folder to be made, of Hugging Face"} | of_megatron, type=Path)
     kinds = {"--model-type NAME": "default: as imported, else the first that can express the model"}
     add_flags(out, kinds, choices=sorted(ARCHITECTURES), metavar=None)
     add_flags(out, {"--like DIR": "a folder whose tokenizer is copied"}, type=Path)
     dtype = "default: as it is stored; an export in float32 is made of main weights where there are any"
     for one in (into, out):
+        add_flags(one, {"--no-load-optim": "of --megatron: leave the optimizer's states out"})
         add_flags(one, {"--dtype NAME": dtype}, choices=("float32", "bfloat16", "float16"), metavar=None)
         add_flags(one, {"--max-shard-size SIZE=5GB": ""}, type=shard_bytes)
     compare = command("compare", "what two checkpoints differ in")
@@ -74,12 +78,23 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def foreign_flags(args: argparse.Namespace) -> list[str]:
+    """What is given that means nothing for the other format."""
+    of_hf, of_megatron = ("max_position_embeddings", "model_type", "like"), ("no_load_optim",)
+    of_other = of_hf if getattr(args, "megatron", None) else of_megatron if getattr(args, "hf", None) else ()
+    return [
+        f"--{name.replace('_', '-')} is for --{'hf' if name in of_hf else 'megatron'}"
+        for name in of_other
+        if getattr(args, name, None)
+    ]
+
+
 def run(args: argparse.Namespace) -> int:
     """Exit status. Raises CheckpointError."""
     if args.command == "inspect":
         contents.show(args.load, args.ckpt_step, verify=args.verify, as_json=args.json)
         return 0
-    from tools.conversion import compare, hugging_face, megatron  # these bring torch
+    from tools.conversion import compare, hugging_face, megatron, torch_dist  # these bring torch
 
     if args.command == "compare":
         differing = compare.differences(*map(compare.open_source, args.checkpoints))
@@ -94,11 +109,14 @@ def run(args: argparse.Namespace) -> int:
 
     common: dict[str, Any] = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size, "say": say}
     if args.command == "import" and args.megatron is not None:
-        made = megatron.import_folder(args.megatron, args.save, **common)
+        made = megatron.import_folder(args.megatron, args.save, optimizer=not args.no_load_optim, **common)
     elif args.command == "import":
         given = {"max_position_embeddings": args.max_position_embeddings}
         given = {key: value for key, value in given.items() if value is not None}
         made = hugging_face.import_folder(args.hf, args.save, given=given, **common)
+    elif args.megatron is not None:
+        found = contents.newest(args.load, args.ckpt_step)
+        made = torch_dist.export_folder(found, args.megatron, optimizer=not args.no_load_optim, **common)
     else:
         found = contents.newest(args.load, args.ckpt_step)
         made = hugging_face.export_folder(
@@ -114,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and os.path.isdir(words[0]):  # what this word alone meant before there were others
         commands.error(f"{words[0]!r} is a folder and no command: did you mean  inspect {words[0]}  ?")
     args = commands.parse_args(words)
+    if problems := foreign_flags(args):
+        commands.error("; ".join(problems))
     guard_console()
     try:
         return run(args)

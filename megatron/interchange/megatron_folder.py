@@ -30,7 +30,7 @@ METADATA, COMMON = ".metadata", "common.pt"
 _PART = re.compile(r"__[0-9]{1,6}_[0-9]{1,6}\.distcp")
 LAYER = re.compile(r"(decoder\.layers\.)([0-9]{1,6})\.(.*)")
 # Our names -> those of Transformer Engine's layers, below a layer.
-_FUSED = {
+FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -242,7 +242,7 @@ def _layers(name: str, tensor: _Stored) -> Iterator[tuple[str, MappedTensor]]:
 def unfused(name: str) -> str:
     """Our name of a tensor that may be one of Transformer Engine's layers."""
     if (match := LAYER.fullmatch(name)) is not None:
-        for ours, theirs in _FUSED.items():
+        for ours, theirs in FUSED.items():
             if match[3].startswith(theirs):
                 return f"{match[1]}{match[2]}.{ours}{match[3].removeprefix(theirs)}"
     return name

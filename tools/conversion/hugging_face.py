@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.catalog import Found, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
-from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
@@ -30,15 +26,15 @@ from megatron.interchange.known import ARCHITECTURES, architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
-from megatron.training.config.saved_config import check_config
-from tools.conversion.incoming import DTYPES, fingerprint, removed_if_refused, verify_files, write_checkpoint
+from megatron.training.config.saved_config import MODEL_PREFIX, check_config
+from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
+from tools.conversion.outgoing import reading, refuse_existing, stored_name
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader, view
 from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 GENERATION = "generation_config.json"
-PREFIX, MAIN = "model.", "optimizer.main_weight."
 _MAX_COPIED_BYTES = 256 << 20
 
 
@@ -103,8 +99,7 @@ def export_folder(
     of DTYPES, float32 from main weights where there are any; the weights' own if not given. A killed call goes on where
     it was. Raises CheckpointError, also where the checkpoint is removed or replaced meanwhile.
     """
-    if os.path.lexists(folder):
-        raise CheckpointError(f"{folder}: there already: give --hf another folder")
+    refuse_existing(folder)
     config = Config.from_flat(config_of(found, check_config))
     like = like or _origin(found, config)
     stated = _stated(like)
@@ -118,11 +113,8 @@ def export_folder(
     files = out.files(max_shard_bytes)
     tag = fingerprint(found.manifest_sha256, exported.model_type, dtype, max_shard_bytes, rows)
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
-    with _still_there(found, temporary), SourceReader(found) as reader, ThreadPoolExecutor(1) as beside:
-        verified = beside.submit(verify_files, found)
+    with reading(found, temporary) as reader:
         write_files(temporary, files, functools.partial(out.value, reader), say, hashed=False)
-        with removed_if_refused(temporary):
-            verified.result()
     if like is not None:
         _copy_tokenizer(like, temporary)
     kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
@@ -138,28 +130,6 @@ def export_folder(
     os.rename(temporary, folder)
     sync_directory(folder.parent)
     return folder
-
-
-@contextlib.contextmanager
-def _still_there(found: Found, temporary: Path) -> Iterator[None]:
-    """A run that goes on may remove the checkpoint, or save its iteration again, while it is read."""
-    failure: Exception | None = None
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        failure = error
-    try:
-        same = read_manifest(found.directory)[1] == found.manifest_sha256
-    except CheckpointError:
-        same = False
-    if not same:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"{found.directory}: removed or replaced while it was read, as a run does that goes on (see "
-            "--save-retain-interval): call again, which takes the newest, or name one that stays by --ckpt-step"
-        ) from failure
-    if failure is not None:
-        raise failure
 
 
 def _index(files: Sequence[PlannedFile]) -> dict[str, Any]:
@@ -179,11 +149,11 @@ class _Outgoing:
     """Their tensors, made of a checkpoint's. dtype: the name of most of them in config.json."""
 
     def __init__(self, found: Found, catalogue: Catalogue, dtype: str | None) -> None:
-        names = (name for name in found.tensors if name.startswith(PREFIX))
-        weights = {name.removeprefix(PREFIX): tuple(found.tensors[name].shape) for name in names}
+        names = (name for name in found.tensors if name.startswith(MODEL_PREFIX))
+        weights = {name.removeprefix(MODEL_PREFIX): tuple(found.tensors[name].shape) for name in names}
         if problems := catalogue.problems(ours=weights):
             raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
-        self._source_of = {name: _stored_name(found, name, dtype) for name in weights}
+        self._source_of = {name: stored_name(found, name, dtype) for name in weights}
         self._moves: dict[str, list[Move]] = {}
         for move in catalogue.moves:
             self._moves.setdefault(move.theirs.name, []).append(move)
@@ -213,12 +183,6 @@ class _Outgoing:
             part = reader.read(self._source_of[move.ours.name], move.ours.box)
             view(out, move.theirs.box).copy_(part.t() if move.transposed else part)
         return out
-
-
-def _stored_name(found: Found, name: str, dtype: str | None) -> str:
-    """Main weights are what 16-bit weights are rounded from."""
-    main = MAIN + name
-    return main if dtype == "float32" and main in found.tensors else PREFIX + name
 
 
 def _origin(found: Found, config: Config) -> Path | None:

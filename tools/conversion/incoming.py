@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Dims
 from megatron.core.safe_files import publish_text
 from megatron.core.transport.rank_grid import AXES
-from megatron.training.config.saved_config import model_config
+from megatron.training.config.saved_config import MODEL_PREFIX, model_config
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
 from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+NO_STATE: Mapping[str, Any] = MappingProxyType({"iteration": 0, "consumed_train_samples": 0})
 
 
 def write_checkpoint(
@@ -56,18 +58,19 @@ def write_checkpoint(
     dtype: str | None,
     max_shard_bytes: int,
     say: Say,
+    state: Mapping[str, Any] = NO_STATE,
 ) -> Path:
-    """Write iteration 0 of a source's tensors into `save`; its directory.
+    """Write a source's tensors into `save`; its directory.
 
     settings: our fields of the model and its tokenizer, asked for once all tensors are written. rows: of the padded
     vocabulary. facts_of_source: what tells it from another, so that a killed call goes on where it was. dtype: a key of
-    DTYPES; as stored if not given. Raises CheckpointError.
+    DTYPES; as stored if not given. state: sections of `common`, with the counters. Raises CheckpointError.
     """
-    target = save / directory_name(0)
+    target = save / directory_name(state["iteration"])
     files = [(file, *_last_change(source, file)) for file in source.files]
     mark = fingerprint(*facts_of_source, files, dtype, max_shard_bytes)
     if os.path.lexists(target):
-        return _finished(target, mark, say)
+        return _finished(target, mark, say, state["iteration"])
     stored = {name: DTYPES[dtype] if dtype else entry.dtype for name, entry in source.tensors.items()}
     facts = {
         f"{name}[{_box_text(entry.shape)}]": PieceFacts(
@@ -80,7 +83,7 @@ def write_checkpoint(
         planned_file(f"shard_{number:05d}.safetensors", sorted(tensors, key=lambda tensor: tensor.rank))
         for number, tensors in enumerate(by_file)
     ]
-    temporary = save / directory_name(0, CheckpointKind.TEMPORARY, mark)
+    temporary = save / directory_name(state["iteration"], CheckpointKind.TEMPORARY, mark)
     verify_files(source)
     with SourceReader(source) as reader:
 
@@ -90,10 +93,11 @@ def write_checkpoint(
         entries = write_files(temporary, planned, value, say)
     with removed_if_refused(temporary):
         verify_files(source)
-    settings_of_run = model_config(settings(), rows, set(stored.values()))
-    manifest = _manifest(settings_of_run, facts, planned, entries, mark)
+    weights = {kind for name, kind in stored.items() if name.startswith(MODEL_PREFIX)}
+    common = {**state, "config": model_config(settings(), rows, weights), "imported": mark}
+    manifest = _manifest(common, facts, planned, entries)
     write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
-    for note in commit.commit(temporary, save, 0, may_replace=False):
+    for note in commit.commit(temporary, save, state["iteration"], may_replace=False):
         say(note)
     return target
 
@@ -119,13 +123,13 @@ def removed_if_refused(temporary: Path) -> Iterator[None]:
         raise
 
 
-def _finished(target: Path, mark: str, say: Say) -> Path:
+def _finished(target: Path, mark: str, say: Say, iteration: int) -> Path:
     """Where the same call was killed behind the rename. Raises CheckpointError for any other checkpoint."""
     with contextlib.suppress(CheckpointError):
-        if open_directory(target, 0).manifest.common.get("imported") == mark:
+        if open_directory(target, iteration).manifest.common.get("imported") == mark:
             say(f"{target}: finished by an earlier call")
             if read_tracker(target.parent) is None:
-                publish_text(target.parent / TRACKER_NAME, "0")
+                publish_text(target.parent / TRACKER_NAME, str(iteration))
             return target
     raise CheckpointError(f"{target}: there already: give --save another folder")
 
@@ -140,11 +144,10 @@ def fingerprint(*facts: Any) -> str:
 
 
 def _manifest(
-    config: Mapping[str, Any],
+    common: Mapping[str, Any],
     facts: Mapping[str, PieceFacts],
     files: Sequence[PlannedFile],
     entries: Mapping[str, FileEntry],
-    mark: str,
 ) -> Manifest:
     tensors = {
         fact.name: TensorEntry(
@@ -156,11 +159,10 @@ def _manifest(
         for tensor, begin in zip(file.tensors, file.begins, strict=True)
         for fact in (facts[tensor.key],)
     }
-    counters = {"iteration": 0, "consumed_train_samples": 0}
-    common = json.loads(canonical({"config": config, **counters, "imported": mark}))
+    common = json.loads(canonical(dict(common)))
     return Manifest(
-        iteration=0,
-        consumed_train_samples=0,
+        iteration=common["iteration"],
+        consumed_train_samples=common["consumed_train_samples"],
         world_size=1,
         topology=dict.fromkeys(AXES, 1),
         config_hash=config_digest(common),
@@ -169,5 +171,5 @@ def _manifest(
         files=dict(entries),
         tensors=tensors,
         common=common,
-        per_rank=({},),
+        per_rank=(None,),  # nobody's random generators
     )

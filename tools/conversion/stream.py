@@ -80,7 +80,9 @@ def write_files(
     """
     finished = {file.name for file in files if _is_finished(directory / file.name, file)}
     missing = [file for file in files if file.name not in finished]
-    _check_space(directory, missing)
+    for file in missing:  # what a killed call has left half written
+        _part(directory / file.name).unlink(missing_ok=True)
+    check_space(directory, sum(file.num_bytes for file in missing))
     directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
     if finished:
         say(f"{len(finished)} of {len(files)} files are finished, by an earlier call")
@@ -98,14 +100,12 @@ def write_files(
     return {file.name: FileEntry(file.num_bytes, entries[file.name]) for file in files}
 
 
-def _check_space(directory: Path, missing: Sequence[PlannedFile]) -> None:
-    """What a killed call has left half written is given back first."""
+def check_space(directory: Path, needed: int) -> None:
+    """Raises CheckpointError where a folder that may not be there yet has no space for so many bytes."""
     there = directory
     while not there.exists():
         there = there.parent
-    for file in missing:
-        _part(directory / file.name).unlink(missing_ok=True)
-    needed, free = sum(file.num_bytes for file in missing), shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free
     if needed > free:
         raise CheckpointError(
             f"{directory}: no space: {size_text(needed)} needed, {size_text(free)} free on that file system; "
