@@ -60,6 +60,23 @@ def test_a_torch_dist_checkpoint_goes_on_here(tmp_path, capsys):
     run = launch.ok(launch.run_forked([*words, *more, "1"], cwd=tmp_path))
     assert "loading checkpoint" in run.output
     _goes_on_by_load(folder, more, run, tmp_path)
+    capsys.readouterr()
+    args |= {
+        "window_size": (7, 0),
+        "softmax_type": "off-by-one",
+        "glu_linear_offset": 0.0,
+        "softmax_scale": None,
+    }
+    torch.save({"args": argparse.Namespace(**args), "iteration": 7}, folder / "common.pt")
+    assert main(["import", "--megatron", str(folder.parent), "--save", str(tmp_path / "again")]) == 3
+    says = (
+        "its args say --window-size [7, 0], --softmax-type 'off-by-one': models with it cannot be expressed"
+    )
+    assert says in capsys.readouterr().err
+    refused = launch.run_forked(
+        [*words[:-1], *more, "1", "--load", str(folder.parent), "--finetune"], cwd=tmp_path
+    )
+    assert (refused.status, says in refused.output) == (3, True)
 
 
 def _goes_on_by_load(folder, more, imported, tmp_path):
