@@ -115,8 +115,8 @@ def make_cold(*folders: Path) -> None:
         os.close(fd)
 
 
-def run(words: Sequence[str], kill_after_s: float | None = None) -> tuple[float, int, int]:
-    """Seconds, the most bytes that were resident (mapped files among them), and the exit status."""
+def run(words: Sequence[str], kill_after_s: float | None = None) -> tuple[float, float, int, int]:
+    """Seconds, those of processors, the most bytes resident (mapped files among them), and the exit status."""
     started = time.monotonic()
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, text=True)
     if kill_after_s is not None:
@@ -128,7 +128,8 @@ def run(words: Sequence[str], kill_after_s: float | None = None) -> tuple[float,
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode not in (0, -signal.SIGKILL):
         print(errors[-2000:], file=sys.stderr)
-    return time.monotonic() - started, usage.ru_maxrss << 10, child.returncode
+    processors_s = usage.ru_utime + usage.ru_stime
+    return time.monotonic() - started, processors_s, usage.ru_maxrss << 10, child.returncode
 
 
 def tool(*words: object) -> list[str]:
@@ -157,18 +158,19 @@ def measure(args: argparse.Namespace, work: Path, num_bytes: int) -> dict[str, f
     """Print the table; seconds by name."""
     theirs, ours, back = work / "theirs", work / "ours", work / "back"
     seconds: dict[str, float] = {}
-    print("| what | time | bytes a second | most resident |\n|---|---|---|---|")
+    print("| what | time | of processors | bytes a second | most resident |\n|---|---|---|---|---|")
     for name, (words, made, read) in contestants(work, theirs, ours, back).items():
         if name.startswith("transformers") and args.without_transformers:
             continue
         make_cold(read)
-        taken, resident, status = run(words)
+        taken, processors_s, resident, status = run(words)
         if status:
-            print(f"| {name} | status {status} | | {size_text(resident)} |")
+            print(f"| {name} | status {status} | | | {size_text(resident)} |")
             continue
         seconds[name] = taken
         figures = (
             time_text(taken, 3),
+            time_text(processors_s, 3),
             size_text(num_bytes / taken, digits=3) + "/s",
             size_text(resident, digits=3),
         )
@@ -184,14 +186,14 @@ def killed(args: argparse.Namespace, work: Path, usual_s: float) -> None:
     again = work / "again"
     for _ in range(args.kills):
         after = draws.uniform(2.0, max(3.0, 0.7 * usual_s))
-        _, resident, status = run(
+        _, _, resident, status = run(
             tool("import", "--hf", work / "theirs", "--save", again), kill_after_s=after
         )
         whole = len([path for path in again.rglob("*.safetensors") if not path.name.startswith(".")])
         kills.append(f"{after:.1f} s ({whole} finished)" if status else f"{after:.1f} s (ended before)")
         most = max(most, resident)
-    taken, resident, status = run(tool("import", "--hf", work / "theirs", "--save", again))
-    _, _, compared = run(tool("compare", work / "theirs", again))
+    taken, _, resident, status = run(tool("import", "--hf", work / "theirs", "--save", again))
+    _, _, _, compared = run(tool("compare", work / "theirs", again))
     print(f"killed after {', '.join(kills)}; the last call took {time_text(taken, 3)}, status {status}")
     same = "every tensor is the same" if compared == 0 else f"compare ends with {compared}"
     print(f"most resident {size_text(max(most, resident), digits=3)}; {same}")

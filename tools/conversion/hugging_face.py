@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
 from megatron.core.words import size_text
 from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
@@ -33,8 +34,8 @@ from megatron.training.config.config import Config
 from megatron.training.config.saved_config import check_config
 from tools.conversion.incoming import DTYPES, fingerprint, removed_if_refused, verify_files, write_checkpoint
 from tools.conversion.progress import Say
-from tools.conversion.source_reader import SourceReader, view
-from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
+from tools.conversion.source_reader import SourceReader, relative, view
+from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 GENERATION = "generation_config.json"
@@ -120,7 +121,7 @@ def export_folder(
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
     with _still_there(found, temporary), SourceReader(found) as reader, ThreadPoolExecutor(1) as beside:
         verified = beside.submit(verify_files, found)
-        write_files(temporary, files, functools.partial(out.value, reader), say, hashed=False)
+        write_files(temporary, files, functools.partial(out.values, reader), say, hashed=False)
         with removed_if_refused(temporary):
             verified.result()
     if like is not None:
@@ -206,13 +207,23 @@ class _Outgoing:
             names = [SINGLE]
         return [planned_file(name, held, {"format": "pt"}) for name, held in zip(names, by_file, strict=True)]
 
-    def value(self, reader: SourceReader, stored: StoredTensor) -> Tensor:
-        """One of their tensors, read now."""
-        out = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
-        for move in self._moves[stored.key]:
-            part = reader.read(self._source_of[move.ours.name], move.ours.box)
-            view(out, move.theirs.box).copy_(part.t() if move.transposed else part)
-        return out
+    def values(self, reader: SourceReader, stored: StoredTensor) -> Iterator[Tensor]:
+        """One of their tensors, read now: in bands, but for transposed ones, whose rows are our columns."""
+        moves = self._moves[stored.key]
+        all_of_it = Rectangle((0,) * len(stored.shape), stored.shape)
+        for band in [all_of_it] if moves[0].transposed else bands(stored):
+            out = torch.empty(band.shape, dtype=TORCH_DTYPES[stored.dtype])
+            for move in moves:
+                common, box = move.theirs.box.common(band), move.ours.box
+                if common is None:
+                    continue
+                if not move.transposed:
+                    inside = relative(common, move.theirs.box.offset).offset
+                    offset = tuple(a + b for a, b in zip(box.offset, inside, strict=True))
+                    box = Rectangle(offset, common.shape)
+                part = reader.read(self._source_of[move.ours.name], box)
+                view(out, relative(common, band.offset)).copy_(part.t() if move.transposed else part)
+            yield out
 
 
 def _stored_name(found: Found, name: str, dtype: str | None) -> str:

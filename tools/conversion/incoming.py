@@ -42,7 +42,7 @@ from megatron.core.transport.rank_grid import AXES
 from megatron.training.config.saved_config import model_config
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
+from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -84,10 +84,11 @@ def write_checkpoint(
     verify_files(source)
     with SourceReader(source) as reader:
 
-        def value(tensor: StoredTensor) -> Tensor:
-            return reader.read(facts[tensor.key].name).to(TORCH_DTYPES[tensor.dtype])
+        def values(tensor: StoredTensor) -> Iterator[Tensor]:
+            for band in bands(tensor):
+                yield reader.read(facts[tensor.key].name, band).to(TORCH_DTYPES[tensor.dtype])
 
-        entries = write_files(temporary, planned, value, say)
+        entries = write_files(temporary, planned, values, say)
     with removed_if_refused(temporary):
         verify_files(source)
     settings_of_run = model_config(settings(), rows, set(stored.values()))

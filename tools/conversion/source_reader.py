@@ -30,9 +30,11 @@ class SourceReader(contextlib.ExitStack):
         for chunk in sorted(entry.chunks, key=lambda one: (one.file, one.begin)):
             common = Rectangle(chunk.offset, chunk.shape).common(box)
             if common is not None and chunk.file:
-                inside = _relative(common, chunk.offset)
+                inside = relative(common, chunk.offset)
                 values = self._reader(chunk.file).read(chunk, dtype, inside)
-                view(out, _relative(common, box.offset)).copy_(values)
+                if common == box:
+                    return values
+                view(out, relative(common, box.offset)).copy_(values)
         return out
 
     def _reader(self, file: str) -> ChunkReader:
@@ -42,7 +44,8 @@ class SourceReader(contextlib.ExitStack):
         return self._readers[file]
 
 
-def _relative(box: Rectangle, origin: tuple[int, ...]) -> Rectangle:
+def relative(box: Rectangle, origin: tuple[int, ...]) -> Rectangle:
+    """The same rectangle, its place counted from `origin`."""
     return Rectangle(tuple(a - b for a, b in zip(box.offset, origin, strict=True)), box.shape)
 
 
