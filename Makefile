@@ -55,4 +55,4 @@ docs: setup
 	$(BIN)/python tools/generate_schedule_docs.py
 
 clean:
-	rm -rf $(VENV) .venv-wheels build dist *.egg-info runs
+	rm -rf $(VENV) .venv-wheels .wheels build dist *.egg-info runs

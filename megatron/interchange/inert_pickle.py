@@ -38,7 +38,8 @@ CONTAINERS: Mapping[str, type] = {
 }
 NAMES = (
     "torch.*Storage", "torch.serialization._get_layout", "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_parameter", "torch.nn.parameter.Parameter",
+    "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state", "torch.nn.parameter.Parameter",
+    "torch._tensor._rebuild_from_type_v2", "torch.Tensor",
     *(f"torch.{name}" for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool "
       "float8_e4m3fn float8_e5m2 device".split()),
     "torch.distributed.checkpoint.metadata.*", "torch.distributed.checkpoint.filesystem._StorageInfo",

@@ -30,6 +30,7 @@ _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_f
            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
 TOYS = {
     "gpt2": ("gpt2", _GPT2),
+    "gpt2-erf": ("gpt2", {**_GPT2, "activation_function": "gelu"}),
     "llama2": ("llama", {**_SIZES, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama3.2": ("llama", {**_SIZES, "tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
     "llama-biases": ("llama", {**_SIZES, "attention_bias": True, "head_dim": 12}),

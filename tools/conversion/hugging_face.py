@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.catalog import Found, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
 from megatron.core.words import size_text
 from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
@@ -31,8 +32,8 @@ from megatron.training.config.saved_config import MODEL_PREFIX, check_config
 from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
 from tools.conversion.outgoing import reading, refuse_existing, stored_name
 from tools.conversion.progress import Say
-from tools.conversion.source_reader import SourceReader, view
-from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
+from tools.conversion.source_reader import SourceReader, relative, view
+from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 GENERATION = "generation_config.json"
@@ -115,7 +116,7 @@ def export_folder(
     tag = fingerprint(found.manifest_sha256, exported.model_type, dtype, max_shard_bytes, rows)
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
     with reading(found, temporary) as reader:
-        write_files(temporary, files, functools.partial(out.value, reader), say, hashed=False)
+        write_files(temporary, files, functools.partial(out.values, reader), say, hashed=False)
     if like is not None:
         _copy_tokenizer(like, temporary)
     kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
@@ -177,13 +178,23 @@ class _Outgoing:
             names = [SINGLE]
         return [planned_file(name, held, {"format": "pt"}) for name, held in zip(names, by_file, strict=True)]
 
-    def value(self, reader: SourceReader, stored: StoredTensor) -> Tensor:
-        """One of their tensors, read now."""
-        out = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
-        for move in self._moves[stored.key]:
-            part = reader.read(self._source_of[move.ours.name], move.ours.box)
-            view(out, move.theirs.box).copy_(part.t() if move.transposed else part)
-        return out
+    def values(self, reader: SourceReader, stored: StoredTensor) -> Iterator[Tensor]:
+        """One of their tensors, read now: in bands, but for transposed ones, whose rows are our columns."""
+        moves = self._moves[stored.key]
+        all_of_it = Rectangle((0,) * len(stored.shape), stored.shape)
+        for band in [all_of_it] if moves[0].transposed else bands(stored):
+            out = torch.empty(band.shape, dtype=TORCH_DTYPES[stored.dtype])
+            for move in moves:
+                common, box = move.theirs.box.common(band), move.ours.box
+                if common is None:
+                    continue
+                if not move.transposed:
+                    inside = relative(common, move.theirs.box.offset).offset
+                    offset = tuple(a + b for a, b in zip(box.offset, inside, strict=True))
+                    box = Rectangle(offset, common.shape)
+                part = reader.read(self._source_of[move.ours.name], box)
+                view(out, relative(common, band.offset)).copy_(part.t() if move.transposed else part)
+            yield out
 
 
 def _origin(found: Found, config: Config) -> Path | None:

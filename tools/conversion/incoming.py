@@ -43,7 +43,7 @@ from megatron.core.transport.rank_grid import AXES
 from megatron.training.config.saved_config import MODEL_PREFIX, model_config
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import PlannedFile, in_files, planned_file, write_files
+from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 NO_STATE: Mapping[str, Any] = MappingProxyType({"iteration": 0, "consumed_train_samples": 0})
@@ -87,10 +87,11 @@ def write_checkpoint(
     verify_files(source)
     with SourceReader(source) as reader:
 
-        def value(tensor: StoredTensor) -> Tensor:
-            return reader.read(facts[tensor.key].name).to(TORCH_DTYPES[tensor.dtype])
+        def values(tensor: StoredTensor) -> Iterator[Tensor]:
+            for band in bands(tensor):
+                yield reader.read(facts[tensor.key].name, band).to(TORCH_DTYPES[tensor.dtype])
 
-        entries = write_files(temporary, planned, value, say)
+        entries = write_files(temporary, planned, values, say)
     with removed_if_refused(temporary):
         verify_files(source)
     weights = {kind for name, kind in stored.items() if name.startswith(MODEL_PREFIX)}

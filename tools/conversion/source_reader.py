@@ -14,26 +14,34 @@ from megatron.core.rectangles import Rectangle
 
 
 class SourceReader(contextlib.ExitStack):
-    """Files are opened when they are first needed, and stay open until it is closed."""
+    """Files are opened when they are first needed, and stay open until it is closed.
+
+    Until then torch has a thread: values are only copied, and threads that wait for each other take the disk's time.
+    """
 
     def __init__(self, source: TensorSource) -> None:
         super().__init__()
         self.source = source
         self._readers: dict[str, ChunkReader] = {}
+        self.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
 
     def read(self, name: str, box: Rectangle | None = None) -> Tensor:
         """A tensor, or a rectangle of it, in the dtype in which it is stored. Raises CheckpointError."""
         entry = self.source.tensors[name]
         box = box or Rectangle((0,) * len(entry.shape), entry.shape)
         dtype = TORCH_DTYPES[entry.dtype]
-        out = torch.zeros(box.shape, dtype=dtype)
+        out: Tensor | None = None
         for chunk in sorted(entry.chunks, key=lambda one: (one.file, one.begin)):
             common = Rectangle(chunk.offset, chunk.shape).common(box)
             if common is not None and chunk.file:
-                inside = _relative(common, chunk.offset)
+                inside = relative(common, chunk.offset)
                 values = self._reader(chunk.file).read(chunk, dtype, inside)
-                view(out, _relative(common, box.offset)).copy_(values)
-        return out
+                if common == box:
+                    return values
+                out = torch.zeros(box.shape, dtype=dtype) if out is None else out
+                view(out, relative(common, box.offset)).copy_(values)
+        return torch.zeros(box.shape, dtype=dtype) if out is None else out
 
     def _reader(self, file: str) -> ChunkReader:
         if file not in self._readers:
@@ -42,7 +50,8 @@ class SourceReader(contextlib.ExitStack):
         return self._readers[file]
 
 
-def _relative(box: Rectangle, origin: tuple[int, ...]) -> Rectangle:
+def relative(box: Rectangle, origin: tuple[int, ...]) -> Rectangle:
+    """The same rectangle, its place counted from `origin`."""
     return Rectangle(tuple(a - b for a, b in zip(box.offset, origin, strict=True)), box.shape)
 
 

@@ -1,4 +1,4 @@
-"""Safetensors files written one tensor after the other, so that a killed conversion goes on where it was.
+"""Safetensors files written block by block, so that a killed conversion goes on where it was.
 
 A file appears under its name once it is whole and durable; what a killed process leaves is `.NAME.part`, which is
 written again. So finished files are never written twice, and the folder they are in becomes the result by one rename.
@@ -7,10 +7,11 @@ written again. So finished files are never written twice, and the folder they ar
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from megatron.core.dist_checkpointing.files import (
 from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, StoredTensor, build_header
 from megatron.core.dist_checkpointing.storage import memory_of
+from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import sync_directory
 from megatron.core.words import size_text
 from tools.conversion.progress import Say, WriteProgress
@@ -41,6 +43,20 @@ class PlannedFile(NamedTuple):
     tensors: tuple[StoredTensor, ...]
     begins: tuple[int, ...]
     num_bytes: int
+
+
+# A tensor's values, in its dtype and in bands of rows from the first on, each made when it is its turn.
+Values = Callable[[StoredTensor], Iterable[Tensor]]
+
+
+def bands(tensor: StoredTensor) -> Iterator[Rectangle]:
+    """Rows that make a block at most, or one: so small that their memory is used again, and is still in the cache when
+    it is hashed and written."""
+    rows, *columns = tensor.shape or (1,)
+    step = max(1, BLOCK_BYTES // max(1, math.prod(columns) * ITEM_BYTES[tensor.dtype]))
+    for first in range(0, rows if math.prod(columns) else 0, step):
+        shape = (min(step, rows - first), *columns)
+        yield Rectangle((first, *(0 for _ in columns)), shape) if tensor.shape else Rectangle((), ())
 
 
 def planned_file(
@@ -68,13 +84,12 @@ def in_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[Store
 def write_files(
     directory: Path,
     files: Sequence[PlannedFile],
-    value: Callable[[StoredTensor], Tensor],
+    values: Values,
     say: Say,
     *,
     hashed: bool = True,
 ) -> dict[str, FileEntry]:
-    """Write what is not there yet. value: a tensor of the stated dtype and shape, made when it is its turn. hashed:
-    whether SHA-256 of files is wanted.
+    """Write what is not there yet. hashed: whether SHA-256 of files is wanted.
 
     Raises CheckpointError, before anything is made where there is no space for it.
     """
@@ -95,7 +110,7 @@ def write_files(
                 entries[file.name] = sha256_of(fd, path, file.num_bytes) if hashed else ""
         else:
             progress.begin_file(file.name, number)
-            entries[file.name] = _write(path, file, value, progress, hashed)
+            entries[file.name] = _write(path, file, values, progress, hashed)
     progress.end()
     return {file.name: FileEntry(file.num_bytes, entries[file.name]) for file in files}
 
@@ -128,7 +143,7 @@ def _part(path: Path) -> Path:
 def _write(
     path: Path,
     file: PlannedFile,
-    value: Callable[[StoredTensor], Tensor],
+    values: Values,
     progress: WriteProgress,
     hashed: bool,
 ) -> str:
@@ -136,13 +151,10 @@ def _write(
 
     def parts() -> Iterator[bytes | memoryview]:
         yield file.header
-        for planned in file.tensors:
-            tensor = value(planned)
-            assert tuple(tensor.shape) == planned.shape, f"{planned}: made {tuple(tensor.shape)}"
-            memory = memory_of(tensor.contiguous().reshape(-1)) if tensor.numel() else memoryview(b"")
-            for begin in range(0, len(memory), BLOCK_BYTES):
-                yield memory[begin : begin + BLOCK_BYTES]
-                progress.add(len(memory[begin : begin + BLOCK_BYTES]))
+        for band in itertools.chain.from_iterable(map(values, file.tensors)):
+            memory = memory_of(band.contiguous().reshape(-1))
+            yield memory
+            progress.add(len(memory))
 
     try:
         num_bytes, digest = write_file(_part(path), parts(), hashed=hashed)

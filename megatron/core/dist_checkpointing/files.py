@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron.core import safe_files
@@ -35,19 +36,19 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], *, hashed: bool 
     """
     sha256, num_bytes = hashlib.sha256(), 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        hasher = stack.enter_context(ThreadPoolExecutor(1))  # beside the write of the same block
         for part in parts:
             view = memoryview(part).cast("B")
             for begin in range(0, len(view), BLOCK_BYTES):
                 block = view[begin : begin + BLOCK_BYTES]
-                if hashed:
-                    sha256.update(block)
+                digested = hasher.submit(sha256.update, block if hashed else b"")
                 while len(block):
                     written = os.write(fd, block)
                     num_bytes, block = num_bytes + written, block[written:]
+                digested.result()
         os.fsync(fd)
-    finally:
-        os.close(fd)
     return num_bytes, sha256.hexdigest()
 
 

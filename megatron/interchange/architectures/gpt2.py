@@ -45,10 +45,12 @@ def _write_inner(config: TransformerConfig) -> dict[str, Any]:
     return {"n_inner": None if usual else config.ffn_hidden_size}
 
 
+_GELU = only("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu"), "not built for GPT-2")
+
 ARCHITECTURE = Architecture(
     "gpt2",
     "GPT2LMHeadModel",
-    {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "openai_gelu": True},
+    {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
     (
         integer("n_layer", "num_layers"),
         integer("n_embd", "hidden_size"),
@@ -60,7 +62,12 @@ ARCHITECTURE = Architecture(
         number("attn_pdrop", "attention_dropout", 0.1),
         dropout(0.1),
         tied(True),
-        only("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "GPT-2's GELU is the tanh one here"),
+        Field(
+            _GELU.keys,
+            f"{flag('openai_gelu')}, without it for `gelu`; gelu_new or gelu_pytorch_tanh otherwise",
+            lambda json, given: {**_GELU.read(json, given), "openai_gelu": json.get(*_GELU.keys) != "gelu"},
+            lambda config: {_GELU.keys[0]: "gelu_new" if config.openai_gelu else "gelu"},
+        ),
         only("scale_attn_weights", (True,), "scores are divided by the root of the head dimension here"),
         only("scale_attn_by_inverse_layer_idx", (False,), "scores scaled by layer cannot be expressed"),
         only("reorder_and_upcast_attn", (False, True), "how scores are rounded there"),

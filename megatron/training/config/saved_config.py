@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.catalog import (
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import Place, check, integer, number, one_of, or_null
 from megatron.interchange.foreign_checkpoint import Foreign, opener
+from megatron.interchange.megatron_folder import MegatronSource
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
@@ -125,9 +126,33 @@ def saved_config(
     return None if found is None else config_of(found, check_config)
 
 
+# Settings of Megatron-LM that make another model of the same tensors.
+_OTHER_MODEL = (
+    "window_size softmax_type softmax_scale qk_l2_norm apply_residual_connection_post_layernorm glu_linear_offset "
+    "activation_func_clamp_value use_mup no_rope_freq experimental_attention_variant"
+).split()
+
+
+def check_expressible(found: Found) -> None:
+    """Refuse a checkpoint whose weights mean a model that this trainer does not have. Raises CheckpointError."""
+    if not isinstance(found, Foreign) or not isinstance(found.source, MegatronSource):
+        return
+    args, wrong = found.source.args, []
+    for name in _OTHER_MODEL:
+        value, entry = args.get(name), flag_table()[name]
+        if value not in (None, False) and not entry.asks_for_nothing((str(value).replace(" ", ""),)):
+            wrong.append(f"{entry.spelling} {value!r:.80}")
+    if wrong:
+        raise CheckpointError(
+            f"{found.described_in}: its args say {', '.join(wrong)}: models with it cannot be expressed, see "
+            "docs/roadmap.md, 'model variants'"
+        )
+
+
 def whole_config(found: Found) -> dict[str, Any]:
     """The flat configuration of a run of a checkpoint's model: the saved one; else what the folder says of the model,
     in the precision of its weights. Raises CheckpointError."""
+    check_expressible(found)
     config = config_of(found, check_config)
     if not isinstance(found, Foreign):
         return config

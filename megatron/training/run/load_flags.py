@@ -20,7 +20,13 @@ from megatron.interchange.foreign_checkpoint import Foreign, heeded, opener
 from megatron.interchange.hf_folder import read_config_file
 from megatron.training.config.config import Config
 from megatron.training.config.problems import ConfigurationError, Problem
-from megatron.training.config.saved_config import OPTIMIZER_PREFIX, SAME_MODEL, check_config, other_model
+from megatron.training.config.saved_config import (
+    OPTIMIZER_PREFIX,
+    SAME_MODEL,
+    check_config,
+    check_expressible,
+    other_model,
+)
 from megatron.training.config.training_config import CheckpointConfig
 
 
@@ -59,7 +65,9 @@ def check_start(
 
 
 def check_holds_state(found: Found, checkpoint: CheckpointConfig) -> None:
-    """Refuse a checkpoint that lacks what these flags go on from. Raises CheckpointError."""
+    """Refuse a checkpoint that lacks what these flags go on from, or is of a model that we have not. Raises
+    CheckpointError."""
+    check_expressible(found)
     if checkpoint.finetune:
         return
     if isinstance(found, Foreign) and "train_state" not in found.manifest.common:

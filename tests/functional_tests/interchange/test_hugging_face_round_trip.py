@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -12,6 +13,15 @@ from tools.checkpoint import main
 
 def words(*parts):
     return [str(part) for part in parts]
+
+
+def contents_of(folder):
+    """Every tensor of a folder's files, as bits."""
+    held = {}
+    for path in folder.glob("*.safetensors"):
+        for key, value in safetensors.torch.load_file(path).items():
+            held[key] = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+    return held
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -32,6 +42,12 @@ def test_what_goes_in_comes_out(name, tmp_path):
     for key, value in one.items():
         assert value.dtype == other[key].dtype, key
         assert torch.equal(value, other[key]), key
+    files = [contents_of(folder) for folder in (theirs, back)]
+    assert files[0].keys() == files[1].keys()
+    for key, value in files[0].items():
+        assert value.dtype == files[1][key].dtype, key
+        assert value.shape == files[1][key].shape, key
+        assert value.numpy(force=True).tobytes() == files[1][key].numpy(force=True).tobytes(), key
     configs = before.config.to_dict(), after.config.to_dict()
     differing = {key for key in {**configs[0], **configs[1]} if configs[0].get(key) != configs[1].get(key)}
     # A window that all positions lie in is none.

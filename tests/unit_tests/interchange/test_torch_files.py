@@ -30,6 +30,11 @@ def test_tensors_lie_where_the_archive_says(tmp_path, dtype):
     whole = torch.arange(60).view(5, 12).to(dtype)
     values = {"whole": whole, "rows": whole[2:4], "scalar": whole[1, 1], "parameter": torch.nn.Parameter(whole[4:])
               if dtype.is_floating_point else whole[4:]}  # fmt: skip
+    if dtype.is_floating_point:
+        values["marked parameter"] = torch.nn.Parameter(whole[1:3])
+    values["marked"] = whole[3:]
+    for name in values.keys() & {"marked", "marked parameter"}:
+        values[name].tensor_model_parallel = True  # as Megatron does
     path = tmp_path / "values.pt"
     with archive_of(path, values) as archive:
         for name, value in values.items():
