@@ -253,6 +253,18 @@ def test_prompts_that_learned_positions_do_not_reach(tool, monkeypatch, capsys, 
     assert "plain.txt:2: 23 prompt tokens and 11 new ones exceed the model's 16 learned positions" in told[0]
 
 
+@pytest.mark.parametrize(("new_tokens", "beyond"), [(60, False), (61, True)])
+def test_positions_that_the_model_was_not_made_for_are_pointed_out(
+    tool, trained, monkeypatch, capsys, new_tokens, beyond
+):
+    """Rotary positions have no end; an imported model may have had a window from there on."""
+    words = ("--load", trained[0], "--prompt", "abcd", "--max-new-tokens", new_tokens, "--json-lines")
+    run(tool, monkeypatch, *words)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["prompt_tokens"] == 4
+    assert ("note: 65 tokens go beyond the 64 positions" in err) == beyond
+
+
 def test_caches_of_a_batch_need_memory(tool, trained, monkeypatch, capsys):
     """What they take is that of all prompts in flight."""
     monkeypatch.setattr(Device, "free_bytes", lambda self: 13_000)
