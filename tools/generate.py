@@ -71,6 +71,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=1234, metavar="S", help="of the draws; prompt number i has S + i"
     )
+    parser.add_argument(
+        "--fp32",
+        action="store_true",
+        help="compute a 16-bit checkpoint in fp32: then batches and ranks change no rounding that decides",
+    )
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
     add_rank_flags(parser)
     add_tokenizer_flags(parser, "in the place of what the checkpoint says")

@@ -47,6 +47,8 @@ def run(args: argparse.Namespace, env: LaunchEnv, problems: list[str]) -> None:
     with step() as opened:
         config, load = open_checkpoint(args.load, args.ckpt_step)
     opened.gather(ps)
+    if args.fp32:
+        config = config.replace(bf16=False, fp16=False)
     tokenizer = build_from_config(tokenizer_config(args, config.tokenizer))
     ids, unfit = tokenized(prompts, tokenizer, config, args.max_new_tokens)
     lengths = sorted(map(len, ids))

@@ -107,16 +107,7 @@ def test_what_is_wrong_is_said_by_one_rank_and_ends_all(folder):
 
 @pytest.mark.full
 def test_more_stages_than_layers(folder):
-    flags = [
-        "--load",
-        folder / "gpt",
-        "--device",
-        "cpu",
-        "--pipeline-model-parallel-size",
-        4,
-        "--prompt",
-        "a",
-    ]
+    flags = [*words(folder, "gpt"), "--pipeline-model-parallel-size", 4]
     done = run_forked(flags, ranks=4, script=SCRIPT)
     assert done.statuses == (2,) * 4
     assert "--pipeline-model-parallel-size 4: the model has 3 layers" in done.output
