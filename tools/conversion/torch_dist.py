@@ -74,7 +74,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class Place(NamedTuple):
+class ArchivePlace(NamedTuple):
     """Where an archive lies in a file."""
 
     file: str
@@ -195,7 +195,7 @@ def _parts(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
 
 def _write_parts(
     directory: Path, parts: Sequence[Sequence[Piece]], reader: SourceReader, say: Say
-) -> list[Place]:
+) -> list[ArchivePlace]:
     """Write what an earlier call has not; where each piece is. Raises CheckpointError where there is no space."""
     names = [f"__0_{number}.distcp" for number in range(len(parts))]
     finished = {name for name in names if _list_of(directory, name).exists()}
@@ -213,7 +213,7 @@ def _write_parts(
         if name not in finished:
             progress.begin_file(name, number)
             publish_text(listed, json.dumps(_write_part(directory / name, part, reader, progress)))
-        places += [Place(*place) for place in read_json(listed, max_bytes=1 << 30)]
+        places += [ArchivePlace(*place) for place in read_json(listed, max_bytes=1 << 30)]
     progress.end()
     return places
 
@@ -225,15 +225,15 @@ def _list_of(directory: Path, name: str) -> Path:
 
 def _write_part(
     path: Path, pieces: Sequence[Piece], reader: SourceReader, progress: WriteProgress
-) -> list[Place]:
-    places: list[Place] = []
+) -> list[ArchivePlace]:
+    places: list[ArchivePlace] = []
 
     def archives() -> Iterator[memoryview]:
         begin = 0
         for piece in pieces:
             buffer = io.BytesIO()
             torch.save(_value(piece, reader), buffer)
-            places.append(Place(path.name, begin, buffer.tell()))
+            places.append(ArchivePlace(path.name, begin, buffer.tell()))
             begin += buffer.tell()
             yield buffer.getbuffer()
             progress.add(piece.num_bytes)
@@ -251,7 +251,7 @@ def _value(piece: Piece, reader: SourceReader) -> Any:
     return reader.read(piece.source, piece.box).to(TORCH_DTYPES[piece.dtype]).view(piece.shape)
 
 
-def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[Place]) -> None:
+def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[ArchivePlace]) -> None:
     """`.metadata`, as torch writes it."""
     described: dict[str, Any] = {}
     results = []
