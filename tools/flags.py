@@ -38,8 +38,12 @@ def add_flags(to: argparse._ActionsContainer, flags: Mapping[str, str], **settin
         if metavar is None:
             to.add_argument(flag, action="store_true", help=told)
             continue
-        own: dict[str, Any] = {"metavar": metavar, "type": _KINDS.get(metavar, str), "help": told}
-        own["nargs"] = several and "+"
+        own: dict[str, Any] = {
+            "metavar": metavar,
+            "type": _KINDS.get(metavar, str),
+            "nargs": several and "+",
+            "help": told,
+        }
         if default is not None:
             own |= {"default": default, "help": f"{told}; default {default}".removeprefix("; ")}
         to.add_argument(flag, **own | settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import json
 import math
@@ -55,7 +56,7 @@ def import_folder(
         there = beside if _copy_tokenizer(folder, beside) else folder
         return {**opened.model.flags, **tokenizer_flags(there, opened.model.vocab_size)}
 
-    facts = [opened.json, {key: tuple(vars(array).values()) for key, array in opened.arrays.items()}]
+    facts = [opened.json, {key: dataclasses.astuple(array) for key, array in opened.arrays.items()}]
     return write_checkpoint(
         source, save, settings, opened.model.vocab_size, facts, dtype, max_shard_bytes, say
     )
