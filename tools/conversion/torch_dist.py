@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import save as save_archive  # here into memory alone
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -74,7 +75,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class ArchivePlace(NamedTuple):
+class Extent(NamedTuple):
     """Where an archive lies in a file."""
 
     file: str
@@ -106,7 +107,7 @@ def export_folder(
         places = _write_parts(directory, _parts(pieces, max_shard_bytes), reader, say)
     _write_metadata(directory, pieces, places)
     buffer = io.BytesIO()
-    torch.save(common, buffer)
+    save_archive(common, buffer)
     (directory / COMMON).unlink(missing_ok=True)
     write_file(directory / COMMON, [buffer.getbuffer()], hashed=False)
     publish_text(directory / "metadata.json", json.dumps(_BACKEND))
@@ -195,7 +196,7 @@ def _parts(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
 
 def _write_parts(
     directory: Path, parts: Sequence[Sequence[Piece]], reader: SourceReader, say: Say
-) -> list[ArchivePlace]:
+) -> list[Extent]:
     """Write what an earlier call has not; where each piece is. Raises CheckpointError where there is no space."""
     names = [f"__0_{number}.distcp" for number in range(len(parts))]
     finished = {name for name in names if _list_of(directory, name).exists()}
@@ -213,7 +214,7 @@ def _write_parts(
         if name not in finished:
             progress.begin_file(name, number)
             publish_text(listed, json.dumps(_write_part(directory / name, part, reader, progress)))
-        places += [ArchivePlace(*place) for place in read_json(listed, max_bytes=1 << 30)]
+        places += [Extent(*place) for place in read_json(listed, max_bytes=1 << 30)]
     progress.end()
     return places
 
@@ -225,15 +226,15 @@ def _list_of(directory: Path, name: str) -> Path:
 
 def _write_part(
     path: Path, pieces: Sequence[Piece], reader: SourceReader, progress: WriteProgress
-) -> list[ArchivePlace]:
-    places: list[ArchivePlace] = []
+) -> list[Extent]:
+    places: list[Extent] = []
 
     def archives() -> Iterator[memoryview]:
         begin = 0
         for piece in pieces:
             buffer = io.BytesIO()
-            torch.save(_value(piece, reader), buffer)
-            places.append(ArchivePlace(path.name, begin, buffer.tell()))
+            save_archive(_value(piece, reader), buffer)
+            places.append(Extent(path.name, begin, buffer.tell()))
             begin += buffer.tell()
             yield buffer.getbuffer()
             progress.add(piece.num_bytes)
@@ -251,7 +252,7 @@ def _value(piece: Piece, reader: SourceReader) -> Any:
     return reader.read(piece.source, piece.box).to(TORCH_DTYPES[piece.dtype]).view(piece.shape)
 
 
-def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[ArchivePlace]) -> None:
+def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[Extent]) -> None:
     """`.metadata`, as torch writes it."""
     described: dict[str, Any] = {}
     results = []
