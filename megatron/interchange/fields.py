@@ -229,5 +229,5 @@ def own_code(class_name: str) -> Field:
             )
         return {}
 
-    means = f"the classes of transformers' `{class_name}` alone: no code of a folder is run; not written"
+    means = "classes that transformers has itself: no code of a folder is run; not written"
     return Field(("auto_map",), means, read, lambda config: {})
