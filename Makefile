@@ -45,6 +45,7 @@ lint: setup
 	$(BIN)/python tools/generate_flags_docs.py --check
 	$(BIN)/python tools/generate_tree.py --check
 	$(BIN)/python tools/generate_schedule_docs.py --check
+	$(BIN)/python tools/generate_interchange_docs.py --check
 
 check: lint test
 
@@ -53,6 +54,7 @@ docs: setup
 	$(BIN)/python tools/generate_flags_docs.py
 	$(BIN)/python tools/generate_tree.py
 	$(BIN)/python tools/generate_schedule_docs.py
+	$(BIN)/python tools/generate_interchange_docs.py
 
 clean:
 	rm -rf $(VENV) .venv-wheels .wheels build dist *.egg-info runs

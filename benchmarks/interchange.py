@@ -75,7 +75,7 @@ def make_weights(folder: Path, num_bytes: int) -> int:
         files[-1][name] = shape
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": layers}))
-    weights = {}
+    weights: dict[str, str] = {}
     for number, held in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_file(folder / name, held)
@@ -124,7 +124,9 @@ def run(words: Sequence[str], kill_after_s: float | None = None) -> tuple[float,
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, text=True)
     if kill_after_s is not None:
         time.sleep(kill_after_s)
-        child.send_signal(signal.SIGKILL)
+        os.kill(
+            child.pid, signal.SIGKILL
+        )  # not by Popen, which would take the status of a child that has ended
     assert child.stderr is not None
     errors = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
@@ -190,15 +192,14 @@ def killed(args: argparse.Namespace, work: Path, usual_s: float) -> None:
     """Import again with kills, then say whether every tensor is the same."""
     draws, most, kills = random.Random(args.seed), 0, []
     again = work / "again"
+    words = tool("import", "--hf", work / "theirs", "--save", again, "--max-shard-size", "1GB")
     for _ in range(args.kills):
         after = draws.uniform(2.0, max(3.0, 0.7 * usual_s))
-        _, _, resident, status = run(
-            tool("import", "--hf", work / "theirs", "--save", again), kill_after_s=after
-        )
+        _, _, resident, status = run(words, kill_after_s=after)
         whole = len([path for path in again.rglob("*.safetensors") if not path.name.startswith(".")])
         kills.append(f"{after:.1f} s ({whole} finished)" if status else f"{after:.1f} s (ended before)")
         most = max(most, resident)
-    taken, _, resident, status = run(tool("import", "--hf", work / "theirs", "--save", again))
+    taken, _, resident, status = run(words)
     _, _, _, compared = run(tool("compare", work / "theirs", again))
     print(f"killed after {', '.join(kills)}; the last call took {time_text(taken, 3)}, status {status}")
     same = "every tensor is the same" if compared == 0 else f"compare ends with {compared}"

@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
             "--top-k N=0": "draw from so many of the likeliest tokens; 0: from all",
             "--top-p X=1.0": "draw from the likeliest with this share",
             "--seed N=1234": "of the draws; prompt number i has this seed + i",
+            "--fp32": "compute a 16-bit checkpoint in fp32: then batches and ranks change no rounding that decides",
         },
     )
     return parsed(parser)

@@ -79,8 +79,8 @@ def chosen_device(device: str | None) -> str:
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if torch.empty(0, device=device).is_meta:
-            raise ValueError(f"--device {device}: holds no values: give cpu or cuda")
+        if torch.empty(0, device=device).device.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device {device}: holds no values, or is not supported: give cpu or cuda")
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without it
         raise ValueError(f"--device {device}: cannot be used: {str(error).splitlines()[0]}") from error
     return device

@@ -3,80 +3,10 @@
 import pytest
 import torch
 
+from tests.harness.hugging_face import copy_weights
 from tests.harness.tiny_models import GQA, ROPE, SEQ, SWIGLU, VARIANTS, VOCAB, tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers")
-
-
-def group_qkv(q, k, v, groups, head_dim):
-    """Rows in our order: each group's queries, its key, its value."""
-    parts = []
-    per_group = q.shape[0] // (groups * head_dim)
-    for g in range(groups):
-        parts += [
-            q[g * per_group * head_dim : (g + 1) * per_group * head_dim],
-            k[g * head_dim : (g + 1) * head_dim],
-            v[g * head_dim : (g + 1) * head_dim],
-        ]
-    return torch.cat(parts)
-
-
-def copy_in(model, values):
-    with torch.no_grad():
-        names = dict(model.named_parameters())
-        assert set(values) == set(names)
-        for name, value in values.items():
-            names[name].copy_(value)
-
-
-def gpt2_weights(hf):
-    values = {
-        "embedding.word_embeddings.weight": hf.transformer.wte.weight,
-        "embedding.position_embeddings.weight": hf.transformer.wpe.weight,
-        "decoder.final_layernorm.weight": hf.transformer.ln_f.weight,
-        "decoder.final_layernorm.bias": hf.transformer.ln_f.bias,
-    }
-    for n, block in enumerate(hf.transformer.h):
-        at = f"decoder.layers.{n}."
-        for ours, theirs in (("input_layernorm", block.ln_1), ("pre_mlp_layernorm", block.ln_2)):
-            values[f"{at}{ours}.weight"], values[f"{at}{ours}.bias"] = theirs.weight, theirs.bias
-        q, k, v = block.attn.c_attn.weight.t().chunk(3)
-        values[at + "self_attention.linear_qkv.weight"] = group_qkv(q, k, v, 4, 8)
-        values[at + "self_attention.linear_qkv.bias"] = group_qkv(*block.attn.c_attn.bias.chunk(3), 4, 8)
-        for ours, theirs in (
-            ("self_attention.linear_proj", block.attn.c_proj),
-            ("mlp.linear_fc1", block.mlp.c_fc),
-            ("mlp.linear_fc2", block.mlp.c_proj),
-        ):
-            values[f"{at}{ours}.weight"], values[f"{at}{ours}.bias"] = theirs.weight.t(), theirs.bias
-    return values
-
-
-def llama_weights(hf, groups, head_dim=8, tied=False):
-    values = {
-        "embedding.word_embeddings.weight": hf.model.embed_tokens.weight,
-        "decoder.final_layernorm.weight": hf.model.norm.weight,
-    }
-    if not tied:
-        values["output_layer.weight"] = hf.lm_head.weight
-    for n, block in enumerate(hf.model.layers):
-        at = f"decoder.layers.{n}."
-        attention = block.self_attn
-        values |= {
-            at + "input_layernorm.weight": block.input_layernorm.weight,
-            at + "pre_mlp_layernorm.weight": block.post_attention_layernorm.weight,
-            at + "self_attention.linear_qkv.weight": group_qkv(
-                attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, groups, head_dim
-            ),
-            at + "self_attention.linear_proj.weight": attention.o_proj.weight,
-            at + "mlp.linear_fc1.weight": torch.cat((block.mlp.gate_proj.weight, block.mlp.up_proj.weight)),
-            at + "mlp.linear_fc2.weight": block.mlp.down_proj.weight,
-        }
-        if attention.q_proj.bias is not None:
-            biases = (attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias)
-            values[at + "self_attention.linear_qkv.bias"] = group_qkv(*biases, groups, head_dim)
-            values[at + "self_attention.linear_proj.bias"] = attention.o_proj.bias
-    return values
 
 
 def randomise(hf):
@@ -94,7 +24,7 @@ def test_gpt2(dtype, tolerance):
     hf = transformers.GPT2LMHeadModel(config).to(dtype).eval()
     randomise(hf)
     model = tiny_model(params_dtype=dtype, openai_gelu=True).eval()
-    copy_in(model, gpt2_weights(hf))
+    copy_weights(hf, model)
     tokens, _, positions = tiny_batch()
     with torch.no_grad():
         assert (model(tokens, positions) - hf(tokens).logits).abs().max() < tolerance
@@ -136,7 +66,7 @@ def test_llama(dtype, tolerance, scaling):
         "use_rope_scaling": scaling,
     }
     model = tiny_model(params_dtype=dtype, **flags).eval()
-    copy_in(model, llama_weights(hf, groups=2))
+    copy_weights(hf, model)
     tokens, _, positions = tiny_batch()
     with torch.no_grad():
         expected = hf(tokens).logits
@@ -169,7 +99,7 @@ def test_gemma(dtype, tolerance, biases):
     randomise(hf)
     more = {"add_qkv_bias": biases, "add_attention_output_bias": biases, "hidden_size": 48}
     model = tiny_model(params_dtype=dtype, **{**VARIANTS["gemma"], **more}).eval()
-    copy_in(model, llama_weights(hf, groups=1, head_dim=16, tied=True))
+    copy_weights(hf, model)
     tokens, _, positions = tiny_batch()
     with torch.no_grad():
         words = model.embedding(tokens, positions).transpose(0, 1)

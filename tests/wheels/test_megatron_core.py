@@ -105,6 +105,11 @@ def theirs(wheels, tmp_path_factory):
     return folder
 
 
+def near(name):
+    """Of losses. In 16 bits the sides round at other places."""
+    return 2e-3 if "bf16" in name else 1e-5
+
+
 def losses_of(run):
     return {number: float(line.split()[0]) for number, line in launch.ok(run).losses().items()}
 
@@ -121,7 +126,7 @@ def test_we_go_on_from_theirs(name, theirs, tmp_path):
         found = losses_of(launch.run_forked(line, cwd=theirs))
         assert list(found) == list(range(SAVED + 1, LAST + 1))
         losses.append(list(found.values()))
-    assert losses[0] == pytest.approx(expected[SAVED:], rel=2e-3 if "bf16" in name else 1e-5)
+    assert losses[0] == pytest.approx(expected[SAVED:], rel=near(name))
     assert losses[1] == losses[0]
 
 
@@ -135,7 +140,8 @@ OURS = {
     "--position-embedding-type rope --rotary-base 5000 --untie-embeddings-and-output-weights",
     "gpt2": "--position-embedding-type learned_absolute",
 }
-READ_AS = {"llama": ("whole", "tp 2", "pp 2"), "gpt2": ("tp 2", "pp 2")}
+OURS["llama bf16"] = OURS["llama"] + " --bf16"
+READ_AS = {"llama": ("whole", "tp 2", "pp 2"), "gpt2": ("tp 2", "pp 2"), "llama bf16": ("tp 2",)}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +151,7 @@ def exported(wheels, tmp_path_factory):
     write_data(folder)
     losses, jobs = {}, []
     for toy, flags in OURS.items():
-        here = folder / toy
+        (kind, _, dtype), here = toy.partition(" "), folder / toy
         here.mkdir()
         line = [*RUN, *MODEL, *flags.split()]
         line[line.index("corpus")] = str(folder / "corpus")
@@ -155,9 +161,9 @@ def exported(wheels, tmp_path_factory):
         assert checkpoint([*out, "--megatron", str(here / "weights"), "--no-load-optim"]) == 0
         for layout in READ_AS[toy]:
             more = {"first": SAVED, "load": str(here / "out")}
-            jobs.append(job(toy, folder, f"{toy} {layout}", layout, **more))
+            jobs.append(job(kind, folder, f"{toy} {layout}", layout, dtype=dtype or "fp32", **more))
         more = {"first": SAVED, "load": str(here / "weights"), "load_optimizer": False}
-        jobs.append(job(toy, folder, f"{toy} weights", **more))
+        jobs.append(job(kind, folder, f"{toy} weights", dtype=dtype or "fp32", **more))
     run_jobs(wheels, folder, jobs)
     return folder, losses
 
@@ -166,7 +172,7 @@ def exported(wheels, tmp_path_factory):
 def test_they_go_on_from_ours(toy, layout, exported):
     folder, losses = exported
     found = json.loads((folder / f"{toy} {layout}.json").read_text())
-    assert found == pytest.approx(losses[toy][SAVED:], rel=1e-5)
+    assert found == pytest.approx(losses[toy][SAVED:], rel=near(toy))
 
 
 @pytest.mark.parametrize("toy", OURS)
@@ -174,5 +180,5 @@ def test_weights_alone_are_read_without_an_optimizer(toy, exported):
     """The first loss is that of the weights; then another optimizer begins."""
     folder, losses = exported
     found = json.loads((folder / f"{toy} weights.json").read_text())
-    assert found[0] == pytest.approx(losses[toy][SAVED], rel=1e-5)
-    assert found[2] != pytest.approx(losses[toy][SAVED + 2], rel=1e-4)
+    assert found[0] == pytest.approx(losses[toy][SAVED], rel=near(toy))
+    assert found[2] != pytest.approx(losses[toy][SAVED + 2], rel=3 * near(toy))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import save as save_archive  # here into memory alone
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -74,7 +75,7 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where an archive lies in a file."""
 
     file: str
@@ -107,7 +108,7 @@ def export_folder(
         places = _write_parts(directory, parts, reader, say)
     _write_metadata(directory, pieces, places)
     buffer = io.BytesIO()
-    torch.save(common, buffer)
+    save_archive(common, buffer)
     (directory / COMMON).unlink(missing_ok=True)
     write_file(directory / COMMON, [buffer.getbuffer()], hashed=False)
     publish_text(directory / "metadata.json", json.dumps(_BACKEND))
@@ -183,7 +184,7 @@ def _named_by_them(name: str) -> tuple[Dims, str]:
 
 def _write_parts(
     directory: Path, parts: Sequence[Sequence[Piece]], reader: SourceReader, say: Say
-) -> list[Place]:
+) -> list[Extent]:
     """Write what an earlier call has not; where each piece is. Raises CheckpointError where there is no space."""
     by_name = {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
     sizes = {name: sum(piece.num_bytes + _ARCHIVE_BYTES for piece in part) for name, part in by_name.items()}
@@ -194,7 +195,7 @@ def _write_parts(
         publish_text(lists[name], json.dumps(places))
 
     write_missing(directory, sizes, [name for name, one in lists.items() if one.exists()], write, say)
-    return [Place(*place) for one in lists.values() for place in read_json(one, max_bytes=1 << 30)]
+    return [Extent(*place) for one in lists.values() for place in read_json(one, max_bytes=1 << 30)]
 
 
 def _list_of(directory: Path, name: str) -> Path:
@@ -204,15 +205,15 @@ def _list_of(directory: Path, name: str) -> Path:
 
 def _write_part(
     path: Path, pieces: Sequence[Piece], reader: SourceReader, progress: WriteProgress
-) -> list[Place]:
-    places: list[Place] = []
+) -> list[Extent]:
+    places: list[Extent] = []
 
     def archives() -> Iterator[memoryview]:
         begin = 0
         for piece in pieces:
             buffer = io.BytesIO()
-            torch.save(_value(piece, reader), buffer)
-            places.append(Place(path.name, begin, buffer.tell()))
+            save_archive(_value(piece, reader), buffer)
+            places.append(Extent(path.name, begin, buffer.tell()))
             begin += buffer.tell()
             yield buffer.getbuffer()
             progress.add(buffer.tell())
@@ -230,7 +231,7 @@ def _value(piece: Piece, reader: SourceReader) -> Any:
     return reader.read(piece.source, piece.box).to(TORCH_DTYPES[piece.dtype]).view(piece.shape)
 
 
-def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[Place]) -> None:
+def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[Extent]) -> None:
     """`.metadata`, as torch writes it."""
     described: dict[str, Any] = {}
     results = []

@@ -40,12 +40,21 @@ def run(args: argparse.Namespace, env: LaunchEnv, problems: list[str]) -> None:
     ps, config, load = join_and_open(args, env)
     prompts, wrong = gather_json((prompts, wrong), ps)[0]
     prompts = [Prompt(*one) for one in prompts]
+    if args.fp32:
+        config = config.replace(bf16=False, fp16=False)
     tokenizer = build_from_config(tokenizer_config(args, config.tokenizer))
     ids, unfit = tokenized(prompts, tokenizer, config, args.max_new_tokens)
     lengths = sorted(map(len, ids))
     too_large = size_problems(args, config, tokenizer.vocab_size, lengths, ps, env.local_world_size)
     if found := next(filter(None, gather_json([*wrong, *unfit, *too_large], ps)), None):
         raise ValueError("\n".join(found))
+    positions, asked = config.model.max_position_embeddings, lengths[-1] + args.max_new_tokens
+    if asked > positions and env.rank == 0:  # of rotary ones, or of none
+        print(
+            f"note: {asked} tokens go beyond the {positions} positions that the model was made for "
+            "(--max-position-embeddings); it has no attention window, whatever it had where it was imported from",
+            file=sys.stderr,
+        )
     model = filled_model(config, load, ps)
     write(args, prompts, ids, model, tokenizer, sampling, ps)
     destroy_process_group(ps)
@@ -103,7 +112,7 @@ def write(
 def tokenized(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, config: Config, max_new_tokens: int
 ) -> tuple[list[list[int]], list[str]]:
-    """Ids of each prompt, and what is wrong with any of them. Says where a model goes on behind its positions."""
+    """Ids of each prompt, and what is wrong with any of them."""
     found, problems = [], []
     for prompt in prompts:
         try:

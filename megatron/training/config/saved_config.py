@@ -118,10 +118,8 @@ def to_be_loaded(settings: Mapping[str, Any]) -> LoadChoice:
 def saved_config(
     load: str, ckpt_step: int | None = None, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Of the checkpoint that `--load` and `--ckpt-step` name; None where there is none. settings: of the run.
-
-    Raises CheckpointError.
-    """
+    """Of the checkpoint that `--load` and `--ckpt-step` name; None where there is none. settings: of the run. Raises
+    CheckpointError."""
     found = to_be_loaded({**(settings or {}), "load": load, "ckpt_step": ckpt_step}).found
     return None if found is None else config_of(found, check_config)
 

@@ -52,6 +52,8 @@ def test_a_torch_dist_checkpoint_goes_on_here(tmp_path, capsys):
     }
     torch.save({"args": argparse.Namespace(**args), "iteration": 7}, folder / "common.pt")
     assert main(["import", "--megatron", str(folder.parent), "--save", str(tmp_path / "ours")]) == 0
+    assert main(["compare", str(folder.parent), str(tmp_path / "ours")]) == 0
+    assert "every tensor is the same" in capsys.readouterr().out
     loaded, settings = load_model(tmp_path / "ours")
     for name, value in loaded.named_parameters():
         assert torch.equal(value, weights[name]), name
