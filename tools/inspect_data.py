@@ -50,9 +50,10 @@ from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.words import counted, plural
 from megatron.training.config.config import FIELDS
 from megatron.training.guard.console import guard_console
+from tools.conversion.contents import config_in, newest
 from tools.corpus_report import CorpusReport, verify_corpus
 from tools.flags import add_flags, add_settings, check_bounds, script_parser
-from tools.run_data import HOW, WHERE, config_of_run, defaults_of_run, texts, tokenizer_of, told
+from tools.run_data import HOW, WHERE, defaults_of_run, texts, tokenizer_of, told
 from tools.tokenizer_flags import FIELDS as TOKENIZER
 from tools.tokenizer_flags import add_tokenizer_flags
 
@@ -107,7 +108,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tokenizer | None]
     if args.ckpt_step is not None and args.load is None:
         parser.error("--ckpt-step chooses a checkpoint of --load, which is not given")
     if args.load is not None:
-        config = config_of_run(args.load, args.ckpt_step)
+        config = config_in(newest(Path(args.load), args.ckpt_step))
         defaults = defaults_of_run(config, args)
         parser.set_defaults(**defaults)
         args = parser.parse_args(argv)

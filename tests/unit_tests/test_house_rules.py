@@ -121,7 +121,6 @@ OPENERS = {
     "megatron/training/guard/startup_check.py": "the sources of this very program",
     "megatron/core/dist_checkpointing/files.py": "new files of this save, hashed on the way",
     "megatron/core/dist_checkpointing/commit.py": "the manifest that this save has written",
-    "tools/conversion/torch_dist.py": "torch.save into memory",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.catalog import Found, config_of
+from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
@@ -28,7 +28,8 @@ from megatron.interchange.known import architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
-from megatron.training.config.saved_config import MODEL_PREFIX, check_config
+from megatron.training.config.saved_config import MODEL_PREFIX
+from tools.conversion.contents import config_in
 from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
 from tools.conversion.outgoing import reading, refuse_existing, stored_name
 from tools.conversion.progress import Say
@@ -102,7 +103,7 @@ def export_folder(
     it was. Raises CheckpointError, also where the checkpoint is removed or replaced meanwhile.
     """
     refuse_existing(folder)
-    config = Config.from_flat(config_of(found, check_config))
+    config = config_in(found)
     like = like or _origin(found, config)
     stated = _stated(like)
     padded = config.model.padded_vocab_size

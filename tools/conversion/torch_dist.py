@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.config_base import arg_info
-from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, config_of, directory_name
+from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, directory_name
 from megatron.core.dist_checkpointing.files import write_file
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
@@ -43,7 +43,8 @@ from megatron.interchange.architecture import InterchangeError
 from megatron.interchange.megatron_folder import COMMON, FUSED, LAYER
 from megatron.interchange.megatron_state import LEFT_OUT, SCHEDULE
 from megatron.training.config.config import FIELDS, Config
-from megatron.training.config.saved_config import MODEL_PREFIX, OPTIMIZER_PREFIX, check_config
+from megatron.training.config.saved_config import MODEL_PREFIX, OPTIMIZER_PREFIX
+from tools.conversion.contents import config_in
 from tools.conversion.incoming import DTYPES, fingerprint
 from tools.conversion.outgoing import MAIN, reading, refuse_existing, stored_name
 from tools.conversion.progress import Say, WriteProgress
@@ -93,7 +94,7 @@ def export_folder(
     CheckpointError, before anything is written where it cannot be expressed or has no space.
     """
     refuse_existing(folder)
-    config = Config.from_flat(config_of(found, check_config))
+    config = config_in(found)
     optimizer = optimizer and any(name.startswith(OPTIMIZER_PREFIX) for name in found.tensors)
     if optimizer and dtype is not None:
         raise InterchangeError(f"--dtype {dtype} is for weights alone: add --no-load-optim")

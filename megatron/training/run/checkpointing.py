@@ -23,7 +23,7 @@ from torch import __version__ as torch_version
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
-from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
+from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
 from megatron.core.dist_checkpointing.planning import PlanCache
@@ -56,7 +56,7 @@ from megatron.training.report import metrics
 from megatron.training.run.load_flags import check_holds_state
 from megatron.training.run.rng_state import check_rng_state, rng_state, set_rng_state
 
-__all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "load_for_inference"]
+__all__ = ["CheckpointError", "Checkpointer", "Restored", "load_for_inference"]
 
 
 @dataclasses.dataclass(frozen=True)
