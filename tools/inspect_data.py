@@ -19,6 +19,7 @@ position ids) and float32 (loss mask), so two machines or two versions can be co
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -31,19 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import numpy as np
 
-from megatron.core.datasets.blend import (
-    DEFAULT_SPLIT,
-    SPLIT_NAMES,
-    Blend,
-    parse_blend,
-    parse_split,
-    read_blend_file,
-    read_per_split_file,
+from megatron.core.datasets.blend import DEFAULT_SPLIT, SPLIT_NAMES, parse_split
+from megatron.core.datasets.builder import (
+    Dataset,
+    Datasets,
+    build_train_valid_test_datasets,
+    prefixes_of,
+    spec_of,
 )
-from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_samples import NO_PAD, SampleFormat
+from megatron.core.datasets.gpt_dataset_config import DataConfig
+from megatron.core.datasets.gpt_samples import NO_PAD
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
@@ -164,23 +164,10 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"{flag} {value}: must be from 0 to {most}")
 
 
-def named_corpora(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of GPTDatasetSpec that name corpora."""
-    if args.mock_data:
-        return {"mock": True}
-    if args.per_split_data_args_path:
-        return {"blend_per_split": read_per_split_file(args.per_split_data_args_path)}
-    if args.data_args_path:
-        return {"blend": read_blend_file(args.data_args_path), "split": args.split}
-    if args.data_path:
-        return {"blend": parse_blend(args.data_path), "split": args.split}
-    words = (args.train_data_path, args.valid_data_path, args.test_data_path)
-    return {
-        "blend_per_split": tuple(
-            parse_blend(given, f"--{name}-data-path") if given else None
-            for name, given in zip(SPLIT_NAMES, words, strict=True)
-        )
-    }
+def data_of(args: argparse.Namespace) -> DataConfig:
+    """The trainer's flags of data."""
+    names = {field.name for field in dataclasses.fields(DataConfig)}
+    return DataConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def write(prefixes: list[str]) -> int:
@@ -191,27 +178,11 @@ def write(prefixes: list[str]) -> int:
     return 0
 
 
-def build(args: argparse.Namespace, corpora: dict[str, Any]) -> Datasets:
-    sample_format = SampleFormat(
-        sequence_length=args.seq_length,
-        eod=args.eod,
-        pad=args.pad,
-        vocab_size=args.vocab_size,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        extra_token=not args.no_extra_token,
-    )
-    spec = GPTDatasetSpec(
-        sample_format,
-        seed=args.seed,
-        cache=args.data_cache_path is not None,
-        cache_path=args.data_cache_path,
-        surplus=args.mid_level_dataset_surplus,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        **corpora,
-    )
+def build(args: argparse.Namespace) -> Datasets:
+    names = {"sequence_length": "seq_length", "eod": "eod", "pad": "pad", "vocab_size": "vocab_size"}
+    sample = {ours: getattr(args, name) for ours, name in names.items()}
+    sample["extra_token"] = not args.no_extra_token
+    spec = spec_of(data_of(args), sample, seed=args.seed, cache=args.data_cache_path is not None)
     return build_train_valid_test_datasets(spec, args.sizes, allow_empty=True, skip_empty=True)
 
 
@@ -258,16 +229,15 @@ def describe(
 
 
 def inspect(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    corpora = named_corpora(args)
     result: dict[str, Any] = {}
     if args.verify and not args.mock_data:
-        prefixes = {prefix: None for blend in _blends(corpora) for prefix in blend.prefixes}
         result["corpora"] = [
-            verify_corpus(prefix, args.eod, args.vocab_size, threads=THREADS) for prefix in prefixes
+            verify_corpus(prefix, args.eod, args.vocab_size, threads=THREADS)
+            for prefix in prefixes_of(data_of(args))
         ]
     if args.seq_length is not None:
         result["splits"] = {}
-        datasets = build(args, corpora)
+        datasets = build(args)
         for name in empty_splits(args, datasets):
             print(
                 f"note: split {name!r} is empty: --split {args.split or DEFAULT_SPLIT} gives it none of the sequences; "
@@ -283,11 +253,6 @@ def inspect(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, 
             result["splits"][name] = {"len": len(dataset), "samples": rows}
         result["splits"] = dict(sorted(result["splits"].items(), key=lambda item: split_place(item[0])))
     return result
-
-
-def _blends(corpora: dict[str, Any]) -> list[Blend]:
-    blends = corpora.get("blend_per_split", (corpora.get("blend"),))
-    return [blend for blend in blends if blend is not None]
 
 
 def print_table(result: dict[str, Any], args: argparse.Namespace) -> None:

@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.rectangles import Rectangle
-from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
+from megatron.core.safe_files import publish_text, published, read_bytes, read_json, sync_directory
 from megatron.core.words import size_text
-from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
+from megatron.interchange.architecture import MEANINGLESS, InterchangeError
 from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
-from megatron.interchange.known import ARCHITECTURES, architecture, expressing
+from megatron.interchange.known import architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
@@ -33,7 +33,7 @@ from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
 from tools.conversion.outgoing import reading, refuse_existing, stored_name
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader, relative, view
-from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
+from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, size_of, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 GENERATION = "generation_config.json"
@@ -109,7 +109,8 @@ def export_folder(
     if padded is None:
         raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
     rows = min(padded, stated.get("vocab_size", padded))
-    exported = _architecture(model_type or stated.get("model_type"), config, rows)
+    model_type = model_type or stated.get("model_type")
+    exported = architecture(model_type) if model_type else expressing(config.model, rows)
     json_config = exported.write(config.model, rows)
     out = _Outgoing(found, exported.catalogue(config.model, rows, padded), dtype)
     files = out.files(max_shard_bytes)
@@ -170,7 +171,7 @@ class _Outgoing:
     def files(self, max_shard_bytes: int) -> list[PlannedFile]:
         """In the order of the table, as transformers names and cuts them."""
         tensors = [StoredTensor(name, self._types[name], shape) for name, shape in self._shapes.items()]
-        by_file = in_files(tensors, max_shard_bytes)
+        by_file = in_files(tensors, size_of, max_shard_bytes)
         names = [
             f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)
         ]
@@ -210,11 +211,5 @@ def _origin(found: Found, config: Config) -> Path | None:
 def _stated(like: Path | None) -> dict[str, Any]:
     if like is None or not (like / CONFIG).is_file():
         return {}
-    value = json.loads(read_bytes(like / CONFIG, max_bytes=4 << 20, follow=True))
+    value = read_json(like / CONFIG, max_bytes=4 << 20, follow=True)
     return value if isinstance(value, dict) else {}
-
-
-def _architecture(model_type: str | None, config: Config, vocab_size: int) -> Architecture:
-    if model_type in ARCHITECTURES or model_type is not None:
-        return architecture(model_type)
-    return expressing(config.model, vocab_size)

@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.catalog import (
 from megatron.core.dist_checkpointing.files import CheckpointError, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
-    ChunkEntry,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -37,13 +36,13 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.dist_checkpointing.source import TensorSource
-from megatron.core.rectangles import Dims
+from megatron.core.dist_checkpointing.storage import describe_tensors, shard_name
 from megatron.core.safe_files import publish_text
 from megatron.core.transport.rank_grid import AXES
 from megatron.training.config.saved_config import MODEL_PREFIX, model_config
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
+from tools.conversion.stream import bands, in_files, planned_file, size_of, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 NO_STATE: Mapping[str, Any] = MappingProxyType({"iteration": 0, "consumed_train_samples": 0})
@@ -72,16 +71,15 @@ def write_checkpoint(
     if os.path.lexists(target):
         return _finished(target, mark, say, state["iteration"])
     stored = {name: DTYPES[dtype] if dtype else entry.dtype for name, entry in source.tensors.items()}
-    facts = {
-        f"{name}[{_box_text(entry.shape)}]": PieceFacts(
-            name, stored[name], entry.shape, (0,) * len(entry.shape), entry.shape
-        )
+    pieces = [
+        PieceFacts(name, stored[name], entry.shape, (0,) * len(entry.shape), entry.shape)
         for name, entry in source.tensors.items()
-    }
-    by_file = in_files([piece.stored for piece in facts.values()], max_shard_bytes)
+    ]
+    name_of = {piece.stored.key: piece.name for piece in pieces}
+    plans = in_files(pieces, lambda piece: size_of(piece.stored), max_shard_bytes)
     planned = [
-        planned_file(f"shard_{number:05d}.safetensors", sorted(tensors, key=lambda tensor: tensor.rank))
-        for number, tensors in enumerate(by_file)
+        planned_file(shard_name(number), sorted((piece.stored for piece in plan), key=lambda one: one.rank))
+        for number, plan in enumerate(plans)
     ]
     temporary = save / directory_name(state["iteration"], CheckpointKind.TEMPORARY, mark)
     verify_files(source)
@@ -89,14 +87,14 @@ def write_checkpoint(
 
         def values(tensor: StoredTensor) -> Iterator[Tensor]:
             for band in bands(tensor):
-                yield reader.read(facts[tensor.key].name, band).to(TORCH_DTYPES[tensor.dtype])
+                yield reader.read(name_of[tensor.key], band).to(TORCH_DTYPES[tensor.dtype])
 
         entries = write_files(temporary, planned, values, say)
     with removed_if_refused(temporary):
         verify_files(source)
     weights = {kind for name, kind in stored.items() if name.startswith(MODEL_PREFIX)}
     common = {**state, "config": model_config(settings(), rows, weights), "imported": mark}
-    manifest = _manifest(common, facts, planned, entries)
+    manifest = _manifest(common, describe_tensors(plans), entries)
     write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
     for note in commit.commit(temporary, save, state["iteration"], may_replace=False):
         say(note)
@@ -135,31 +133,14 @@ def _finished(target: Path, mark: str, say: Say, iteration: int) -> Path:
     raise CheckpointError(f"{target}: there already: give --save another folder")
 
 
-def _box_text(shape: Dims) -> str:
-    return ",".join(f"0:{size}" for size in shape)
-
-
 def fingerprint(*facts: Any) -> str:
     """Of what a conversion is of: names the folder that it is written in."""
     return hashlib.sha256(canonical([__version__, *facts])).hexdigest()[:16]
 
 
 def _manifest(
-    common: Mapping[str, Any],
-    facts: Mapping[str, PieceFacts],
-    files: Sequence[PlannedFile],
-    entries: Mapping[str, FileEntry],
+    common: Mapping[str, Any], tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry]
 ) -> Manifest:
-    tensors = {
-        fact.name: TensorEntry(
-            fact.dtype,
-            fact.global_shape,
-            (ChunkEntry(fact.offset, fact.shape, file.name, tensor.key, begin),),
-        )
-        for file in files
-        for tensor, begin in zip(file.tensors, file.begins, strict=True)
-        for fact in (facts[tensor.key],)
-    }
     common = json.loads(canonical(dict(common)))
     return Manifest(
         iteration=common["iteration"],
@@ -169,7 +150,7 @@ def _manifest(
         config_hash=config_digest(common),
         code_version=__version__,
         torch_version=torch.__version__,
-        files=dict(entries),
+        files=files,
         tensors=tensors,
         common=common,
         per_rank=(None,),  # nobody's random generators

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.config_base import arg_info
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, config_of, directory_name
-from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, write_file
+from megatron.core.dist_checkpointing.files import write_file
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.core.rectangles import Dims, Rectangle
@@ -48,7 +48,7 @@ from tools.conversion.incoming import DTYPES, fingerprint
 from tools.conversion.outgoing import MAIN, reading, refuse_existing, stored_name
 from tools.conversion.progress import Say, WriteProgress
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import check_space
+from tools.conversion.stream import in_files, write_missing
 
 PIECE_BYTES = 64 << 20
 _ARCHIVE_BYTES = 4 << 10  # of an archive, beside its values
@@ -103,8 +103,9 @@ def export_folder(
     tag = fingerprint(found.manifest_sha256, dtype, optimizer, max_shard_bytes)
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
     directory = temporary / directory_name(found.iteration)
+    parts = in_files(pieces, lambda piece: piece.num_bytes, max_shard_bytes)
     with reading(found, temporary) as reader:
-        places = _write_parts(directory, _parts(pieces, max_shard_bytes), reader, say)
+        places = _write_parts(directory, parts, reader, say)
     _write_metadata(directory, pieces, places)
     buffer = io.BytesIO()
     save_archive(common, buffer)
@@ -181,42 +182,20 @@ def _named_by_them(name: str) -> tuple[Dims, str]:
     return (int(match[2]),), match[1] + rest
 
 
-def _parts(pieces: Sequence[Piece], max_bytes: int) -> list[list[Piece]]:
-    """Pieces in files of at most `max_bytes` of values, unless one piece is larger."""
-    parts: list[list[Piece]] = [[]]
-    held = 0
-    for piece in pieces:
-        if parts[-1] and held + piece.num_bytes > max_bytes:
-            parts.append([])
-            held = 0
-        parts[-1].append(piece)
-        held += piece.num_bytes
-    return parts
-
-
 def _write_parts(
     directory: Path, parts: Sequence[Sequence[Piece]], reader: SourceReader, say: Say
 ) -> list[Extent]:
     """Write what an earlier call has not; where each piece is. Raises CheckpointError where there is no space."""
-    names = [f"__0_{number}.distcp" for number in range(len(parts))]
-    finished = {name for name in names if _list_of(directory, name).exists()}
-    missing = [
-        piece for name, part in zip(names, parts, strict=True) for piece in part if name not in finished
-    ]
-    num_bytes = sum(piece.num_bytes for piece in missing)
-    check_space(directory, num_bytes + len(missing) * _ARCHIVE_BYTES)
-    directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    if finished:
-        say(f"{len(finished)} of {len(names)} files are finished, by an earlier call")
-    progress, places = WriteProgress(num_bytes, len(names), say), []
-    for number, (name, part) in enumerate(zip(names, parts, strict=True), 1):
-        listed = _list_of(directory, name)
-        if name not in finished:
-            progress.begin_file(name, number)
-            publish_text(listed, json.dumps(_write_part(directory / name, part, reader, progress)))
-        places += [Extent(*place) for place in read_json(listed, max_bytes=1 << 30)]
-    progress.end()
-    return places
+    by_name = {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
+    sizes = {name: sum(piece.num_bytes + _ARCHIVE_BYTES for piece in part) for name, part in by_name.items()}
+    lists = {name: _list_of(directory, name) for name in by_name}
+
+    def write(name: str, progress: WriteProgress) -> None:
+        places = _write_part(directory / name, by_name[name], reader, progress)
+        publish_text(lists[name], json.dumps(places))
+
+    write_missing(directory, sizes, [name for name, one in lists.items() if one.exists()], write, say)
+    return [Extent(*place) for one in lists.values() for place in read_json(one, max_bytes=1 << 30)]
 
 
 def _list_of(directory: Path, name: str) -> Path:
@@ -237,7 +216,7 @@ def _write_part(
             places.append(Extent(path.name, begin, buffer.tell()))
             begin += buffer.tell()
             yield buffer.getbuffer()
-            progress.add(piece.num_bytes)
+            progress.add(buffer.tell())
 
     path.unlink(missing_ok=True)  # without its list it is of a killed call
     write_file(path, archives(), hashed=False)
