@@ -133,12 +133,11 @@ class _PartFiles:
         """The archive that `.metadata` gives the place of, and its file's name. Raises CheckpointError."""
         name, begin, size = (place.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(name, str) or not _PART.fullmatch(name):
-            raise CheckpointError(
-                f"{self._directory / METADATA}: {name!r:.200} is no plain name of a .distcp file"
-            )
+            shown = repr(name)[:200] if isinstance(name, str) else "what is no text"
+            raise CheckpointError(f"{self._directory / METADATA}: {shown} is no plain name of a .distcp file")
         if type(begin) is not int or type(size) is not int:
             raise CheckpointError(
-                f"{self._directory / METADATA}: bytes {begin!r:.40}, {size!r:.40} of {name}"
+                f"{self._directory / METADATA}: nothing is said of which bytes of {name} are meant"
             )
         path = self._directory / name
         if name not in self._fds:
