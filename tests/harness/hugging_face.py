@@ -37,7 +37,8 @@ TOYS = {
     "mistral": ("mistral", {**_SIZES, "sliding_window": POSITIONS, "head_dim": 12}),
     "qwen2": ("qwen2", _SIZES),
     "qwen3": ("qwen3", {**_SIZES, "head_dim": 12, "tie_word_embeddings": True}),
-    "gemma": ("gemma", {**_SIZES, "head_dim": 12, "num_key_value_heads": 1}),
+    # Of a width whose root is no number of bf16's: 6.9375, not 6.9282.
+    "gemma": ("gemma", {**_SIZES, "hidden_size": 48, "head_dim": 12, "num_key_value_heads": 1}),
     "phi3": ("phi3", {**_SIZES, "sliding_window": None, "original_max_position_embeddings": POSITIONS}),
 }
 
