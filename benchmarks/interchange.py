@@ -124,7 +124,7 @@ def run(words: Sequence[str], kill_after_s: float | None = None) -> tuple[float,
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, text=True)
     if kill_after_s is not None:
         time.sleep(kill_after_s)
-        child.send_signal(signal.SIGKILL)
+        os.kill(child.pid, signal.SIGKILL)  # send_signal would take the status of one that has ended
     assert child.stderr is not None
     errors = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
