@@ -57,4 +57,4 @@ docs: setup
 	$(BIN)/python tools/generate_interchange_docs.py
 
 clean:
-	rm -rf $(VENV) .venv-wheels build dist *.egg-info runs
+	rm -rf $(VENV) .venv-wheels .wheels build dist *.egg-info runs

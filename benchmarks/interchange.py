@@ -124,7 +124,9 @@ def run(words: Sequence[str], kill_after_s: float | None = None) -> tuple[float,
     child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT, text=True)
     if kill_after_s is not None:
         time.sleep(kill_after_s)
-        os.kill(child.pid, signal.SIGKILL)  # send_signal would take the status of one that has ended
+        os.kill(
+            child.pid, signal.SIGKILL
+        )  # not by Popen, which would take the status of a child that has ended
     assert child.stderr is not None
     errors = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)

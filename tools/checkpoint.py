@@ -1,8 +1,9 @@
 """Checkpoints of other formats in and out, compared and shown. One process, no device, one tensor in memory at a time.
 
     python tools/checkpoint.py import --hf DIR --save DIR          iteration 0 of a Hugging Face model
-    python tools/checkpoint.py import --megatron DIR --save DIR    the same of Megatron-LM's torch_dist or torch
+    python tools/checkpoint.py import --megatron DIR --save DIR    a checkpoint of Megatron-LM's (torch_dist or torch)
     python tools/checkpoint.py export --load DIR --hf DIR          a Hugging Face folder of the newest checkpoint
+    python tools/checkpoint.py export --load DIR --megatron DIR    a torch_dist checkpoint of Megatron-LM's of it
     python tools/checkpoint.py compare A B                         tensor by tensor, each of any format
     python tools/checkpoint.py inspect DIR [--verify] [--json]     what a checkpoint of ours holds; is it whole
 
@@ -26,10 +27,9 @@ from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.words import counted
 from megatron.interchange.known import ARCHITECTURES
 from megatron.training.guard.console import guard_console
-from tools.commands import as_called
 from tools.conversion import contents
+from tools.flags import add_flags, script_parser
 
-SHARD_BYTES = 5 * 10**9
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -42,56 +42,51 @@ def shard_bytes(word: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program(__file__),
-        description=as_called(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = script_parser(__file__, __doc__)
     commands = made.add_subparsers(dest="command", required=True, metavar="import|export|compare|inspect")
-    into = commands.add_parser("import", help="write a checkpoint of ours", allow_abbrev=False)
+
+    def command(name: str, about: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=about, allow_abbrev=False)
+
+    into = command("import", "write a checkpoint of ours")
     source = into.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=Path, metavar="DIR", help="folder with config.json")
-    source.add_argument(
-        "--megatron", type=Path, metavar="DIR", help="folder of Megatron-LM's checkpoints, or one"
-    )
-    into.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder of checkpoints")
-    into.add_argument(
-        "--max-position-embeddings", type=int, metavar="N", help="fewer positions than config.json has"
-    )
-    out = commands.add_parser("export", help="write a Hugging Face folder", allow_abbrev=False)
-    out.add_argument("--load", required=True, type=Path, metavar="DIR", help="folder of checkpoints")
-    out.add_argument("--hf", required=True, type=Path, metavar="DIR", help="folder to be made")
-    out.add_argument(
-        "--model-type",
-        choices=sorted(ARCHITECTURES),
-        help="default: as imported, else the first that can express the model",
-    )
-    out.add_argument("--like", type=Path, metavar="DIR", help="a folder whose tokenizer is copied")
-    for command in (into, out):
-        command.add_argument(
-            "--dtype",
-            choices=("float32", "bfloat16", "float16"),
-            help="default: as it is stored; an export in float32 is made of main weights where there are any",
-        )
-        command.add_argument(
-            "--max-shard-size", type=shard_bytes, default=SHARD_BYTES, metavar="SIZE", help="default 5GB"
-        )
-    compare = commands.add_parser("compare", help="what two checkpoints differ in", allow_abbrev=False)
+    of_megatron = {"--megatron DIR": "folder of Megatron-LM's checkpoints, or one"}
+    add_flags(source, {"--hf DIR": "folder with config.json"} | of_megatron, type=Path)
+    add_flags(into, {"--save DIR": "folder of checkpoints"}, required=True, type=Path)
+    add_flags(into, {"--max-position-embeddings N": "fewer positions than config.json has"})
+    out = command("export", "write a checkpoint for others")
+    add_flags(out, {"--load DIR": "folder of checkpoints"}, required=True, type=Path)
+    target = out.add_mutually_exclusive_group(required=True)
+    of_megatron = {"--megatron DIR": "the same, of Megatron-LM's checkpoints"}
+    add_flags(target, {"--hf DIR": "folder to be made, of Hugging Face"} | of_megatron, type=Path)
+    kinds = {"--model-type NAME": "default: as imported, else the first that can express the model"}
+    add_flags(out, kinds, choices=sorted(ARCHITECTURES), metavar=None)
+    add_flags(out, {"--like DIR": "a folder whose tokenizer is copied"}, type=Path)
+    dtype = "default: as it is stored; an export in float32 is made of main weights where there are any"
+    for one in (into, out):
+        add_flags(one, {"--no-load-optim": "of --megatron: leave the optimizer's states out"})
+        add_flags(one, {"--dtype NAME": dtype}, choices=("float32", "bfloat16", "float16"), metavar=None)
+        add_flags(one, {"--max-shard-size SIZE=5GB": ""}, type=shard_bytes)
+    compare = command("compare", "what two checkpoints differ in")
     compare.add_argument("checkpoints", nargs=2, type=Path, metavar="DIR")
-    shown = commands.add_parser("inspect", help="what a checkpoint of ours holds", allow_abbrev=False)
+    shown = command("inspect", "what a checkpoint of ours holds")
     shown.add_argument("load", type=Path, metavar="DIR", help="folder of checkpoints, as --load")
-    shown.add_argument(
-        "--verify",
-        action="store_true",
-        help="judge it as a load does: every field of the manifest, SHA-256 and header of every file",
-    )
-    shown.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    for command in (out, shown):
-        command.add_argument(
-            "--ckpt-step", type=int, metavar="N", help="this iteration instead of the newest"
-        )
+    verify = "judge it as a load does: every field of the manifest, SHA-256 and header of every file"
+    add_flags(shown, {"--verify": verify, "--json": "one JSON object on stdout"})
+    for one in (out, shown):
+        add_flags(one, {"--ckpt-step N": "this iteration instead of the newest"})
     return made
+
+
+def foreign_flags(args: argparse.Namespace) -> list[str]:
+    """What is given that means nothing for the other format."""
+    of_hf, of_megatron = ("max_position_embeddings", "model_type", "like"), ("no_load_optim",)
+    of_other = of_hf if getattr(args, "megatron", None) else of_megatron if getattr(args, "hf", None) else ()
+    return [
+        f"--{name.replace('_', '-')} is for --{'hf' if name in of_hf else 'megatron'}"
+        for name in of_other
+        if getattr(args, name, None)
+    ]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "inspect":
         contents.show(args.load, args.ckpt_step, verify=args.verify, as_json=args.json)
         return 0
-    from tools.conversion import compare, hugging_face, megatron  # these bring torch
+    from tools.conversion import compare, hugging_face, megatron, torch_dist  # these bring torch
 
     if args.command == "compare":
         differing = compare.differences(*map(compare.open_source, args.checkpoints))
@@ -114,11 +109,14 @@ def run(args: argparse.Namespace) -> int:
 
     common: dict[str, Any] = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size, "say": say}
     if args.command == "import" and args.megatron is not None:
-        made = megatron.import_folder(args.megatron, args.save, **common)
+        made = megatron.import_folder(args.megatron, args.save, optimizer=not args.no_load_optim, **common)
     elif args.command == "import":
         given = {"max_position_embeddings": args.max_position_embeddings}
         given = {key: value for key, value in given.items() if value is not None}
         made = hugging_face.import_folder(args.hf, args.save, given=given, **common)
+    elif args.megatron is not None:
+        found = contents.newest(args.load, args.ckpt_step)
+        made = torch_dist.export_folder(found, args.megatron, optimizer=not args.no_load_optim, **common)
     else:
         found = contents.newest(args.load, args.ckpt_step)
         made = hugging_face.export_folder(
@@ -134,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and os.path.isdir(words[0]):  # what this word alone meant before there were others
         commands.error(f"{words[0]!r} is a folder and no command: did you mean  inspect {words[0]}  ?")
     args = commands.parse_args(words)
+    if problems := foreign_flags(args):
+        commands.error("; ".join(problems))
     guard_console()
     try:
         return run(args)

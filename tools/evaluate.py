@@ -33,17 +33,17 @@ from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.words import counted, decimal, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
-from tools.commands import as_called
+from tools.flags import add_flags
 from tools.inference import (
-    add_rank_flags,
-    chosen_device,
+    bytes_left,
     filled_model,
-    join_ranks,
+    join_and_open,
     main_of_ranks,
-    open_checkpoint,
+    model_parser,
+    parsed,
     rank_problems,
 )
-from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
+from tools.tokenizer_flags import tokenizer_config
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right
     from megatron.core.transport.parallel_state import ParallelState
@@ -53,48 +53,29 @@ if TYPE_CHECKING:  # torch comes once the line is known to be right
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__),
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "--load",
-        required=True,
-        metavar="DIR",
-        help="folder given to --save when training, or of Hugging Face",
-    )
-    add("--ckpt-step", type=int, metavar="N", help="iteration to load; default the newest")
+    parser = model_parser(__file__, __doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--text",
-        nargs="+",
-        metavar="FILE",
-        help='of .jsonl a document a line, field "text"; else a file is a document',
+    add_flags(
+        what,
+        {
+            "--text FILE...": 'of .jsonl a document a line, field "text"; else a file is a document',
+            "--data-path PREFIX...": "tokenized corpora, without .bin and .idx",
+            "--tasks NAMES": "of lm-evaluation-harness, separated by commas",
+        },
     )
-    what.add_argument(
-        "--data-path", nargs="+", metavar="PREFIX", help="tokenized corpora, without .bin and .idx"
+    add_flags(
+        parser,
+        {
+            "--include-path DIR": "folder with further tasks (YAML)",
+            "--num-fewshot N": "examples before each question of --tasks; default the task's",
+            "--limit N": "only the first N questions of each of --tasks",
+            "--seq-length N": "inputs of a window; default the model's",
+            "--micro-batch-size N=4": "windows in one forward",
+            "--prepend-bos": "the begin of a text before each document of --text",
+            "--json": "the last line of standard output is a JSON object",
+        },
     )
-    what.add_argument("--tasks", metavar="NAMES", help="of lm-evaluation-harness, separated by commas")
-    add("--include-path", metavar="DIR", help="folder with further tasks (YAML)")
-    add(
-        "--num-fewshot",
-        type=int,
-        metavar="N",
-        help="examples before each question of --tasks; default the task's",
-    )
-    add("--limit", type=int, metavar="N", help="only the first N questions of each of --tasks")
-    add("--seq-length", type=int, metavar="N", help="inputs of a window; default the model's")
-    add("--micro-batch-size", type=int, default=4, metavar="N", help="windows in one forward; default 4")
-    add("--prepend-bos", action="store_true", help="the begin of a text before each document of --text")
-    add("--json", action="store_true", help="the last line of standard output is a JSON object")
-    add("--device", help="default: cuda where there is a GPU, else cpu")
-    add_rank_flags(parser)
-    add_tokenizer_flags(parser, "in the place of what the checkpoint says")
-    args = parser.parse_args()
-    check_tokenizer_flags(parser, args)
-    return args
+    return parsed(parser)
 
 
 def problems_of(args: argparse.Namespace, env: LaunchEnv) -> list[str]:
@@ -113,13 +94,12 @@ def problems_of(args: argparse.Namespace, env: LaunchEnv) -> list[str]:
     found += [f"--text {file}: no such file" for file in args.text or () if not Path(file).exists()]
     if args.include_path is not None and not Path(args.include_path).is_dir():
         found.append(f"--include-path {args.include_path}: no such folder")
-    if not rank_problems(args, env) and args.tasks is not None:
-        ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-        if env.world_size != ranks:
-            found.append(
-                f"--tasks: {counted(env.world_size // ranks, 'data parallel rank')} would all do the same: start "
-                f"{counted(ranks, 'rank')} (--tensor-model-parallel-size x --pipeline-model-parallel-size)"
-            )
+    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if args.tasks is not None and env.world_size > ranks > 0 == env.world_size % ranks:
+        found.append(
+            f"--tasks: {counted(env.world_size // ranks, 'data parallel rank')} would all do the same: start "
+            f"{counted(ranks, 'rank')} (--tensor-model-parallel-size x --pipeline-model-parallel-size)"
+        )
     return found
 
 
@@ -142,9 +122,7 @@ def size_problem(args: argparse.Namespace, config: Config, ps: ParallelState, he
     """Logits that there is no memory for. here: ranks of this machine."""
     model, rows = config.model, args.micro_batch_size
     columns = even_share(model.padded_vocab_size or 0, ps.tp_size if args.tasks is None else 1)
-    needed, available = rows * model.seq_length * columns * 8, ps.device.free_bytes()
-    if available is not None and ps.device.kind == "cpu":
-        available //= here
+    needed, available = rows * model.seq_length * columns * 8, bytes_left(ps, here)
     if available is None or needed <= available:
         return None
     return (
@@ -188,12 +166,7 @@ def alike(ps: ParallelState) -> Iterator[None]:
 
 def run(args: argparse.Namespace, env: LaunchEnv) -> None:
     """Prints what was found. Raises CheckpointError, ValueError (a problem a line), PeerLostError."""
-    problems = problems_of(args, env)
-    try:
-        args.device = chosen_device(args.device)
-    except ValueError as error:
-        problems.append(str(error))
-    if problems:
+    if problems := problems_of(args, env):
         raise ValueError("\n".join(problems))
     if args.tasks is not None:
         from tools.evaluation.harness import require_harness
@@ -201,15 +174,11 @@ def run(args: argparse.Namespace, env: LaunchEnv) -> None:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ[name] = "1"  # data comes from this machine alone; read when the packages are imported
         require_harness()
-    ps = join_ranks(args, env)
+    ps, config, load = join_and_open(args, env)
 
-    from megatron.core.dist_checkpointing.agree import step
     from megatron.core.transport.parallel_state import destroy_process_group
     from tools.evaluation.scorer import Scorer
 
-    with step() as opened:
-        config, load = open_checkpoint(args.load, args.ckpt_step)
-    opened.gather(ps)
     with alike(ps):
         config = fitting(args, config)
         tokenizer = model_tokenizer(args, config)

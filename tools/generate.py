@@ -16,67 +16,38 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.training.config.launch_env import LaunchEnv
-from tools.commands import as_called
-from tools.inference import add_rank_flags, main_of_ranks, rank_problems
-from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags
+from tools.flags import add_flags
+from tools.inference import main_of_ranks, model_parser, parsed, rank_problems
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__),
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = model_parser(__file__, __doc__)
+    repeated: dict[str, Any] = {"action": "append", "default": [], "type": None}
+    add_flags(parser, {"--prompt TEXT": "text to continue; may be repeated"}, **repeated)
+    prompts = 'a prompt a line; of .jsonl the field "prompt" or "text"; -: lines of standard input'
+    add_flags(parser, {"--prompts FILE": prompts}, **repeated)
+    add_flags(parser, {"--stop TEXT": "end before this text; may be repeated"}, **repeated)
+    add_flags(
+        parser,
+        {
+            "--batch-size N=8": "prompts in one forward",
+            "--max-new-tokens N=100": "",
+            "--json-lines": "write a JSON object a prompt, instead of text",
+            "--stream": "write text as it is made; on a terminal, of one prompt: default",
+            "--greedy": "always the likeliest token",
+            "--temperature X=1.0": "below 1 safer, above wilder, 0 greedy",
+            "--top-k N=0": "draw from so many of the likeliest tokens; 0: from all",
+            "--top-p X=1.0": "draw from the likeliest with this share",
+            "--seed N=1234": "of the draws; prompt number i has this seed + i",
+            "--fp32": "compute a 16-bit checkpoint in fp32: then batches and ranks change no rounding that decides",
+        },
     )
-    parser.add_argument("--load", required=True, metavar="DIR", help="folder given to --save when training")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default the newest")
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; may be repeated"
-    )
-    parser.add_argument(
-        "--prompts",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help='a prompt a line; of .jsonl the field "prompt" or "text"; -: lines of standard input',
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="prompts in one forward; default 8"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default 100")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
-    )
-    parser.add_argument(
-        "--json-lines", action="store_true", help="write a JSON object a prompt, instead of text"
-    )
-    parser.add_argument(
-        "--stream",
-        action="store_true",
-        help="write text as it is made; on a terminal, of one prompt: default",
-    )
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="below 1 safer, above wilder, 0 greedy"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the k likeliest tokens; 0: from all"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this share"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1234, metavar="S", help="of the draws; prompt number i has S + i"
-    )
-    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
-    add_rank_flags(parser)
-    add_tokenizer_flags(parser, "in the place of what the checkpoint says")
-    args = parser.parse_args()
-    check_tokenizer_flags(parser, args)
-    return args
+    return parsed(parser)
 
 
 def problems_of(args: argparse.Namespace, env: LaunchEnv) -> list[str]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.config_base import arg_info, value_type
 from megatron.training.config.command_line import GROUP_TITLES, default_text, limit_text
 from megatron.training.config.flag_table import Arity, FlagEntry, FlagState, flag_table
+from tools import generated
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+PAGE = generated.ROOT / "docs" / "flags.md"
 
 
 def page() -> str:
@@ -87,15 +87,7 @@ def _short(entry: FlagEntry) -> str:
 
 def main() -> int:
     """0, or 1 with --check when the page is not what it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="compare only")
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-        return 0
-    if PAGE.exists() and PAGE.read_text() == page():
-        return 0
-    print(f"{PAGE} is stale: run make docs", file=sys.stderr)
-    return 1
+    return generated.main(__doc__, lambda: {PAGE: page()})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.generated import ROOT, between
+
 DOCS = ROOT / "docs" / "megatron_compat.md"
 BEGIN, END = "<!-- names: tools/generate_names.py -->\n", "<!-- end of names -->\n"
 
@@ -37,11 +40,8 @@ def _listed(names: Iterable[str]) -> str:
 
 def with_table(text: str) -> str:
     """The page with the table as it is now."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + names_table() + END + after
+    return between(text, BEGIN, END, names_table())
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     DOCS.write_text(with_table(DOCS.read_text()))

@@ -19,6 +19,8 @@ from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.console import guard_console
 from megatron.training.guard.exit_status import ExitStatus, hard_exit
+from tools import tokenizer_flags
+from tools.flags import add_flags, check_bounds, script_parser
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right
     from megatron.core.dist_checkpointing.state import LocalPiece
@@ -29,23 +31,46 @@ Load = Callable[["Sequence[LocalPiece]", "ParallelState | None"], None]
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def add_rank_flags(parser: argparse.ArgumentParser) -> None:
-    """How the ranks of a launch share the model."""
-    for axis in ("tensor", "pipeline"):
-        parser.add_argument(
-            f"--{axis}-model-parallel-size", type=int, default=1, metavar="N", help="under torchrun"
-        )
+def model_parser(script: str, about: str | None) -> argparse.ArgumentParser:
+    """The flags that name a model, its tokenizer, and the ranks and the device that it runs on."""
+    parser = script_parser(script, about)
+    add_flags(
+        parser, {"--load DIR": "folder given to --save when training, or of another format"}, required=True
+    )
+    add_flags(
+        parser,
+        {
+            "--ckpt-step N": "iteration to load; default the newest",
+            "--device NAME": "default: cuda where there is a GPU, else cpu",
+            "--tensor-model-parallel-size N=1": "under torchrun",
+            "--pipeline-model-parallel-size N=1": "under torchrun",
+        },
+    )
+    tokenizer_flags.add_tokenizer_flags(parser, "in the place of what the checkpoint says")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The line of a `model_parser`."""
+    args = parser.parse_args()
+    check_bounds(parser, args, tokenizer_flags.FIELDS)
+    return args
 
 
 def rank_problems(args: argparse.Namespace, env: LaunchEnv) -> list[str]:
-    """What is wrong with them."""
+    """What is wrong with sizes and device, which is chosen where none is given. It brings torch."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if min(tp, pp) >= 1 and env.world_size % (tp * pp) == 0:
-        return []
-    return [
-        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} do not divide "
-        f"{counted(env.world_size, 'rank')}: start a multiple of that many with torchrun --nproc-per-node N"
-    ]
+    problems = []
+    if min(tp, pp) < 1 or env.world_size % (tp * pp):
+        problems.append(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} do not divide "
+            f"{counted(env.world_size, 'rank')}: start a multiple of that many with torchrun --nproc-per-node N"
+        )
+    try:
+        args.device = chosen_device(args.device)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
 
 
 def chosen_device(device: str | None) -> str:
@@ -54,8 +79,8 @@ def chosen_device(device: str | None) -> str:
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if torch.empty(0, device=device).is_meta:
-            raise ValueError(f"--device {device}: holds no values: give cpu or cuda")
+        if torch.empty(0, device=device).device.type not in ("cpu", "cuda"):
+            raise ValueError(f"--device {device}: holds no values, or is not supported: give cpu or cuda")
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch that was built without it
         raise ValueError(f"--device {device}: cannot be used: {str(error).splitlines()[0]}") from error
     return device
@@ -127,6 +152,23 @@ def join_ranks(args: argparse.Namespace, env: LaunchEnv) -> ParallelState:
     store = open_store(env, parallel_state.DEFAULT_TIMEOUT)
     parallel_state.init_process_group(here, rank=env.rank, world_size=env.world_size, store=store)
     return parallel_state.make_parallel_state(dense_grid(env.world_size, tp=tp, pp=pp), here)
+
+
+def join_and_open(args: argparse.Namespace, env: LaunchEnv) -> tuple[ParallelState, Config, Load]:
+    """`join_ranks` and `open_checkpoint`, whose errors all ranks raise alike."""
+    from megatron.core.dist_checkpointing.agree import step
+
+    ps = join_ranks(args, env)
+    with step() as opened:
+        config, load = open_checkpoint(args.load, args.ckpt_step)
+    opened.gather(ps)
+    return ps, config, load
+
+
+def bytes_left(ps: ParallelState, ranks: int) -> int | None:
+    """Of this rank's device, whose memory the ranks of a machine share if it is a CPU; None: not known."""
+    free = ps.device.free_bytes()
+    return free // ranks if free is not None and ps.device.kind == "cpu" else free
 
 
 def main_of_ranks(

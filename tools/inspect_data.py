@@ -19,6 +19,7 @@ position ids) and float32 (loss mask), so two machines or two versions can be co
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -31,101 +32,71 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 import numpy as np
 
-from megatron.core.datasets.blend import (
-    DEFAULT_SPLIT,
-    SPLIT_NAMES,
-    Blend,
-    parse_blend,
-    parse_split,
-    read_blend_file,
-    read_per_split_file,
+from megatron.core.datasets.blend import DEFAULT_SPLIT, SPLIT_NAMES, parse_split
+from megatron.core.datasets.builder import (
+    Dataset,
+    Datasets,
+    build_train_valid_test_datasets,
+    prefixes_of,
+    spec_of,
 )
-from megatron.core.datasets.builder import Dataset, Datasets, GPTDatasetSpec, build_train_valid_test_datasets
 from megatron.core.datasets.checksums import checksums_path, write_checksums
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_samples import NO_PAD, SampleFormat
+from megatron.core.datasets.gpt_dataset_config import DataConfig
+from megatron.core.datasets.gpt_samples import NO_PAD
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.optional import MissingPackageError
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.words import counted, plural
+from megatron.training.config.config import FIELDS
 from megatron.training.guard.console import guard_console
-from tools.commands import as_called
+from tools.conversion.contents import config_in, newest
 from tools.corpus_report import CorpusReport, verify_corpus
-from tools.run_data import config_of_run, defaults_of_run, texts, tokenizer_of, told
-from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags
+from tools.flags import add_flags, add_settings, check_bounds, script_parser
+from tools.run_data import HOW, WHERE, defaults_of_run, texts, tokenizer_of, told
+from tools.tokenizer_flags import FIELDS as TOKENIZER
+from tools.tokenizer_flags import add_tokenizer_flags
 
 EXIT_CONFIGURATION, EXIT_CHECKPOINT, EXIT_DATA = 2, 3, 4
 THREADS = min(8, len(os.sched_getaffinity(0)))
+SETTINGS = [FIELDS[name][1] for name in (*WHERE, *HOW, "data_cache_path")]
 DIGESTED = {"tokens": "<i8", "labels": "<i8", "loss_mask": "<f4", "position_ids": "<i8"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__),
-        allow_abbrev=False,
+    parser = script_parser(
+        __file__,
+        __doc__,
         usage="%(prog)s (--load DIR | --data-path WORDS --seq-length N | --data-path WORDS --verify) [flags]",
         epilog="Guide: docs/data.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run = parser.add_argument_group("a run that has saved a checkpoint")
-    run.add_argument("--load", metavar="DIR", help="show the samples of this run, with its tokenizer")
-    run.add_argument(
-        "--ckpt-step", type=int, metavar="N", help="its settings at this iteration; default the newest"
-    )
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data-path", nargs="+", metavar="WORD", help="prefix, prefixes, or weight prefix pairs"
-    )
-    data.add_argument("--train-data-path", nargs="+", metavar="WORD", help="like --data-path, training only")
-    data.add_argument(
-        "--valid-data-path", nargs="+", metavar="WORD", help="like --data-path, validation only"
-    )
-    data.add_argument("--test-data-path", nargs="+", metavar="WORD", help="like --data-path, test only")
-    data.add_argument("--data-args-path", metavar="FILE", help="file that holds the words of --data-path")
-    data.add_argument(
-        "--per-split-data-args-path", metavar="FILE", help="JSON file: train, valid, test to words"
-    )
-    data.add_argument("--mock-data", action="store_true", help="the counting sequences of training's flag")
-    data.add_argument(
-        "--write-checksums",
-        nargs="+",
-        metavar="PREFIX",
-        help="read these corpora, which are known to be good, and write the checksums that --verify compares",
-    )
-    data.add_argument("--split", metavar="WEIGHTS", help="weights of train, valid, test; 969,30,1 by default")
-    data.add_argument(
-        "--data-cache-path", metavar="DIR", help="keep indices in this folder; by default none are kept"
-    )
-    data.add_argument("--mid-level-dataset-surplus", type=float, default=0.005, metavar="SHARE")
-    data.add_argument("--multiple-validation-sets", action="store_true")
-    data.add_argument("--full-validation", action="store_true")
-    sample = parser.add_argument_group("samples")
-    sample.add_argument("--seq-length", type=int, metavar="N", help="tokens in a sample")
-    sample.add_argument("--seed", type=int, default=1234, metavar="N", help="of the order; default 1234")
-    asked = "samples asked of train, valid, test; by default one epoch"
-    sample.add_argument("--sizes", type=sizes, default=(None, None, None), metavar="N,N,N", help=asked)
-    sample.add_argument("--eod", type=int, metavar="N", help="id of the end-of-document token")
-    sample.add_argument("--pad", type=int, metavar="N", help="id of padding, -1 for none")
-    sample.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="refuse ids from here on; needed by --mock-data; with a tokenizer, its --vocab-size",
-    )
-    sample.add_argument("--reset-position-ids", action="store_true")
-    sample.add_argument("--reset-attention-mask", action="store_true")
-    sample.add_argument("--eod-mask-loss", action="store_true")
-    sample.add_argument("--no-extra-token", action="store_true", help="samples share no token with the next")
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--samples", type=int, default=4, metavar="N", help="how many of each split to show; default 4"
-    )
-    output.add_argument(
-        "--text", type=int, default=400, metavar="N", help="characters of each sample to show; default 400"
-    )
-    output.add_argument("--verify", action="store_true", help="read and check every corpus whole")
-    output.add_argument("--json", action="store_true", help="one JSON object on stdout, with whole texts")
-    add_tokenizer_flags(parser, "for text in the place of digests", skip=("--vocab-size",))
+    run = {
+        "--load DIR": "show the samples of this run, with its tokenizer",
+        "--ckpt-step N": "its settings at this iteration; default the newest",
+    }
+    add_flags(parser.add_argument_group("a run that has saved a checkpoint"), run)
+    data = parser.add_argument_group("data and samples, as in training; one epoch, and no cached indices")
+    add_settings(data, SETTINGS)
+    good = "read these corpora, which are known to be good, and write the checksums that --verify compares"
+    add_flags(data, {"--write-checksums PREFIX...": good})
+    asked = {"--sizes N,N,N": "samples asked of train, valid, test; by default one epoch"}
+    add_flags(data, asked, type=sizes, default=(None, None, None))
+    more = {
+        "--eod N": "id of the end-of-document token",
+        "--pad N": "id of padding, -1 for none",
+        "--no-extra-token": "samples share no token with the next",
+    }
+    add_flags(data, more)
+    output = {
+        "--samples N=4": "how many of each split to show",
+        "--text N=400": "characters of each sample to show",
+        "--verify": "read and check every corpus whole",
+        "--json": "one JSON object on stdout, with whole texts",
+    }
+    add_flags(parser.add_argument_group("output"), output)
+    ids = "ids from --vocab-size on, which --mock-data needs, are refused"
+    add_tokenizer_flags(parser, f"for text in the place of digests; {ids}")
+    parser.set_defaults(**{name: FIELDS[name][1].default for name in ("seed", "mid_level_dataset_surplus")})
     return parser
 
 
@@ -137,12 +108,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Tokenizer | None]
     if args.ckpt_step is not None and args.load is None:
         parser.error("--ckpt-step chooses a checkpoint of --load, which is not given")
     if args.load is not None:
-        config = config_of_run(args.load, args.ckpt_step)
+        config = config_in(newest(Path(args.load), args.ckpt_step))
         defaults = defaults_of_run(config, args)
         parser.set_defaults(**defaults)
         args = parser.parse_args(argv)
     args.data_of_run = "data_path" in defaults
-    check_tokenizer_flags(parser, args)
+    check_bounds(parser, args, [*SETTINGS, *TOKENIZER])
     tokenizer = None if args.write_checksums else tokenizer_of(args, config)
     args.pad = NO_PAD if args.pad is None else args.pad
     check(parser, args)
@@ -179,8 +150,6 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--write-checksums makes checksums, and nothing else: give it alone")
     if args.seq_length is None and not args.verify and not args.write_checksums:
         parser.error("--seq-length is needed to cut samples (or give --load of a run, or --verify alone)")
-    if args.seq_length is not None and args.seq_length < 1:
-        parser.error(f"--seq-length {args.seq_length}: must be at least 1")
     if (args.reset_position_ids or args.reset_attention_mask or args.eod_mask_loss) and args.eod is None:
         parser.error("--reset-position-ids, --reset-attention-mask and --eod-mask-loss need --eod ID")
     if args.mock_data and (args.eod is None or args.vocab_size is None):
@@ -190,41 +159,16 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for flag, value in (("--samples", args.samples), ("--text", args.text)):
         if value < 0:
             parser.error(f"{flag} {value}: must not be negative")
-    _check_ranges(parser, args)
+    most = 2**40  # no corpus is as large
+    for flag, value in (("--eod", args.eod), *(("--sizes", size) for size in args.sizes)):
+        if value is not None and not 0 <= value <= most:
+            parser.error(f"{flag} {value}: must be from 0 to {most}")
 
 
-def _check_ranges(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Numbers that no corpus can mean."""
-    sizes = [size for size in args.sizes or () if size is not None]
-    for flag, value, least, most in (
-        ("--seed", args.seed, 0, 2**32 - 1),
-        ("--seq-length", args.seq_length, 1, 2**40),
-        ("--vocab-size", args.vocab_size, 1, 2**31),
-        ("--eod", args.eod, 0, 2**31),
-        *(("--sizes", size, 0, 2**40) for size in sizes),
-        ("--mid-level-dataset-surplus", args.mid_level_dataset_surplus, 0, 1),
-    ):
-        if value is not None and not least <= value <= most:
-            parser.error(f"{flag} {value}: must be from {least} to {most}")
-
-
-def named_corpora(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of GPTDatasetSpec that name corpora."""
-    if args.mock_data:
-        return {"mock": True}
-    if args.per_split_data_args_path:
-        return {"blend_per_split": read_per_split_file(args.per_split_data_args_path)}
-    if args.data_args_path:
-        return {"blend": read_blend_file(args.data_args_path), "split": args.split}
-    if args.data_path:
-        return {"blend": parse_blend(args.data_path), "split": args.split}
-    words = (args.train_data_path, args.valid_data_path, args.test_data_path)
-    return {
-        "blend_per_split": tuple(
-            parse_blend(given, f"--{name}-data-path") if given else None
-            for name, given in zip(SPLIT_NAMES, words, strict=True)
-        )
-    }
+def data_of(args: argparse.Namespace) -> DataConfig:
+    """The trainer's flags of data."""
+    names = {field.name for field in dataclasses.fields(DataConfig)}
+    return DataConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def write(prefixes: list[str]) -> int:
@@ -235,27 +179,11 @@ def write(prefixes: list[str]) -> int:
     return 0
 
 
-def build(args: argparse.Namespace, corpora: dict[str, Any]) -> Datasets:
-    sample_format = SampleFormat(
-        sequence_length=args.seq_length,
-        eod=args.eod,
-        pad=args.pad,
-        vocab_size=args.vocab_size,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        extra_token=not args.no_extra_token,
-    )
-    spec = GPTDatasetSpec(
-        sample_format,
-        seed=args.seed,
-        cache=args.data_cache_path is not None,
-        cache_path=args.data_cache_path,
-        surplus=args.mid_level_dataset_surplus,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        **corpora,
-    )
+def build(args: argparse.Namespace) -> Datasets:
+    names = {"sequence_length": "seq_length", "eod": "eod", "pad": "pad", "vocab_size": "vocab_size"}
+    sample = {ours: getattr(args, name) for ours, name in names.items()}
+    sample["extra_token"] = not args.no_extra_token
+    spec = spec_of(data_of(args), sample, seed=args.seed, cache=args.data_cache_path is not None)
     return build_train_valid_test_datasets(spec, args.sizes, allow_empty=True, skip_empty=True)
 
 
@@ -302,16 +230,15 @@ def describe(
 
 
 def inspect(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    corpora = named_corpora(args)
     result: dict[str, Any] = {}
     if args.verify and not args.mock_data:
-        prefixes = {prefix: None for blend in _blends(corpora) for prefix in blend.prefixes}
         result["corpora"] = [
-            verify_corpus(prefix, args.eod, args.vocab_size, threads=THREADS) for prefix in prefixes
+            verify_corpus(prefix, args.eod, args.vocab_size, threads=THREADS)
+            for prefix in prefixes_of(data_of(args))
         ]
     if args.seq_length is not None:
         result["splits"] = {}
-        datasets = build(args, corpora)
+        datasets = build(args)
         for name in empty_splits(args, datasets):
             print(
                 f"note: split {name!r} is empty: --split {args.split or DEFAULT_SPLIT} gives it none of the sequences; "
@@ -327,11 +254,6 @@ def inspect(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, 
             result["splits"][name] = {"len": len(dataset), "samples": rows}
         result["splits"] = dict(sorted(result["splits"].items(), key=lambda item: split_place(item[0])))
     return result
-
-
-def _blends(corpora: dict[str, Any]) -> list[Blend]:
-    blends = corpora.get("blend_per_split", (corpora.get("blend"),))
-    return [blend for blend in blends if blend is not None]
 
 
 def print_table(result: dict[str, Any], args: argparse.Namespace) -> None:

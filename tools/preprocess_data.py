@@ -30,32 +30,33 @@ from megatron.core.optional import MissingPackageError, available, require
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from megatron.core.words import counted, plural, share_text, size_text, time_text
+from tools.flags import add_flags, check_bounds, script_parser
 from tools.preprocessing.job import Job, Statistics, run_job
 from tools.preprocessing.sources import FORMATS, find_sources
-from tools.tokenizer_flags import add_tokenizer_flags, check_tokenizer_flags, tokenizer_config
+from tools.tokenizer_flags import FIELDS, add_tokenizer_flags, tokenizer_config
 
 EXIT_CONFIGURATION, EXIT_DATA, EXIT_INTERRUPTED = 2, 4, 130
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Make a tokenized corpus from text.", allow_abbrev=False, epilog="Guide: docs/data.md"
-    )
+    parser = script_parser(__file__, "Make a tokenized corpus from text.", epilog="Guide: docs/data.md")
     source = parser.add_argument_group("input")
-    source.add_argument("--input", nargs="+", required=True, help="files, glob patterns or folders")
-    source.add_argument("--format", choices=FORMATS, default="auto", help="auto goes by the file's name")
-    source.add_argument("--json-keys", nargs="+", default=["text"], help="of the objects; one corpus each")
-    source.add_argument("--suffix", nargs="+", default=[], help="files of a folder to take, e.g. .py")
-    source.add_argument("--exclude", action="append", default=[], help="name or pattern of what to leave out")
-    source.add_argument(
-        "--split-sentences", action="store_true", help="not supported: GPT needs no sentences"
-    )
+    add_flags(source, {"--input FILE...": "files, glob patterns or folders"}, required=True)
+    add_flags(source, {"--format NAME=auto": "auto goes by the file's name"}, choices=FORMATS, metavar=None)
+    add_flags(source, {"--json-keys KEY...": "of the objects; one corpus each"}, default=["text"])
+    add_flags(source, {"--suffix END...": "files of a folder to take, e.g. .py"}, default=[])
+    left_out: dict[str, Any] = {"action": "append", "default": []}
+    add_flags(source, {"--exclude NAME": "name or pattern of what to leave out"}, **left_out)
+    add_flags(source, {"--split-sentences": "not supported: GPT needs no sentences"})
     output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, help="path, without _text_document.bin")
-    output.add_argument("--append-eod", action="store_true", help="end each document with its own token")
-    output.add_argument("--workers", type=int, default=1, help="processes")
-    output.add_argument("--log-interval", type=int, help="print a line every so many documents")
-    add_tokenizer_flags(parser, required=True)
+    add_flags(output, {"--output-prefix PREFIX": "path, without _text_document.bin"}, required=True)
+    more = {
+        "--append-eod": "end each document with its own token",
+        "--workers N=1": "processes",
+        "--log-interval N": "print a line every so many documents",
+    }
+    add_flags(output, more)
+    add_tokenizer_flags(parser, required=["tokenizer_type"])
     return parser
 
 
@@ -78,7 +79,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--split-sentences is for BERT-like models and is not supported: leave it out for GPT")
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: must be at least 1")
-    check_tokenizer_flags(parser, args)
+    check_bounds(parser, args, FIELDS)
     if len(set(args.json_keys)) != len(args.json_keys):
         parser.error(f"--json-keys: a key occurs twice in {' '.join(args.json_keys)}")
     if any("/" in key for key in args.json_keys):

@@ -20,12 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.command import program
 from megatron.core.words import plain, size_text
 from megatron.training.report.metrics_file import read_metrics
-from tools.commands import as_called
 from tools.drawing.charts import Series, line_chart
 from tools.drawing.page import COLOURS, Picture, element, fold, table
+from tools.flags import add_flags, script_parser
 from tools.reports import page
 from tools.reports.charts import loss_chart, marks_of, smoothed, smoothing_window, words_of
 from tools.reports.pipeline import measured_step, planned_step
@@ -36,20 +35,15 @@ MOST_DIFFERENT = 12  # settings of a comparison that are not folded
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 2 when there is nothing to report on, or what there is is damaged."""
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog=program(__file__), description=as_called(__doc__), formatter_class=shape, allow_abbrev=False
-    )
+    parser = script_parser(__file__, __doc__)
     parser.add_argument("run", type=Path, nargs="+", help="several: compared on one page")
-    parser.add_argument(
-        "--out", type=Path, help="default: report.html, or comparison.html, beside the first metrics"
-    )
-    parser.add_argument("--title", default=None, help="heading; default: the run's folder")
-    timeline_help = "of --log-pipeline-timeline: its last step beside the plan, and what that holds"
-    parser.add_argument("--timeline", type=Path, help=timeline_help)
-    parser.add_argument(
-        "--loss-svg", type=Path, metavar="FILE", help="write the loss curve alone, for a document"
-    )
+    files = {
+        "--out FILE": "default: report.html, or comparison.html, beside the first metrics",
+        "--timeline DIR": "of --log-pipeline-timeline: its last step beside the plan, and what that holds",
+        "--loss-svg FILE": "write the loss curve alone, for a document",
+    }
+    add_flags(parser, files, type=Path)
+    add_flags(parser, {"--title TEXT": "heading; default: the run's folder"})
     args = parser.parse_args(argv)
     target = args.run[0]
     try:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
 from megatron.core.datasets.gpt_samples import pad_id
-from megatron.core.dist_checkpointing.catalog import choose, config_of
-from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.words import printable
 from megatron.training.config.config import Config
-from megatron.training.config.saved_config import check_config
 from tools.tokenizer_flags import tokenizer_config
 
 WHERE = (
@@ -34,18 +30,6 @@ HOW = (
     ),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
 )
-
-
-def config_of_run(load: str, ckpt_step: int | None) -> Config:
-    """The configuration in a checkpoint. Raises CheckpointError."""
-    choice = choose(Path(load), ckpt_step)
-    if choice.found is None:
-        raise CheckpointError("; ".join(choice.notes))
-    saved = config_of(choice.found, check_config)
-    try:
-        return Config.from_flat(saved)
-    except ValueError as error:
-        raise CheckpointError(f"{load}: {error}") from None
 
 
 def defaults_of_run(config: Config, named: argparse.Namespace) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import zbpp_light
 from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer import TransformerConfig
@@ -60,6 +61,7 @@ class Stage(torch.nn.Module):
     def __init__(self, config: TransformerConfig, work: Work) -> None:
         super().__init__()
         self.config, self._work, self._given = config, work, None
+        self.model_type = ModelType.encoder_or_decoder  # which releases up to 0.16 ask for
         self.linear = ColumnParallelLinear(
             WIDTH, WIDTH, config=config, init_method=torch.nn.init.ones_, bias=False, gather_output=False
         )

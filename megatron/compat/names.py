@@ -6,7 +6,6 @@ the home's `__all__`); home, where they are; and without a home what to use inst
 
 from __future__ import annotations
 
-import csv
 import functools
 import importlib
 import importlib.abc
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron.core.safe_files import read_text
+from megatron.core.safe_files import read_rows
 
 _LISTED = "docs/megatron_compat.md lists the names of Megatron's that are"
 
@@ -26,8 +25,7 @@ _LISTED = "docs/megatron_compat.md lists the names of Megatron's that are"
 @functools.cache
 def rows_of(table: str) -> list[dict[str, str]]:
     """Of a table of this package, a row a name."""
-    text = read_text(Path(__file__).with_name(table), max_bytes=1 << 20)
-    rows = csv.DictReader(text.splitlines())
+    rows = read_rows(Path(__file__).with_name(table))
     return [{**row, "name": name} for row in rows for name in row["names"].split()]
 
 

@@ -138,11 +138,10 @@ class ParamMeta:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's tensor."""
-        rows, *more = (
-            max(part.local[dim] + part.shape[dim] for part in self.parts)
+        return tuple(
+            max(part.local[dim] + part.shape[dim] for part in self.parts) + (self.padding if dim == 0 else 0)
             for dim in range(len(self.global_shape))
         )
-        return (rows + self.padding, *more)
 
     @property
     def group(self) -> str:

@@ -11,6 +11,7 @@ Every system call goes through `os`, so that the tests can stop the process, or 
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import fcntl
 import json
@@ -127,6 +128,11 @@ def read_json(path: StrPath, *, max_bytes: int, follow: bool = False) -> Any:
         raise ValueError(f"{path}: not JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"{path}: not JSON of ours: nested too deeply") from None
+
+
+def read_rows(path: StrPath) -> list[dict[str, str]]:
+    """A table of ours, by the names of its columns. Raises OSError."""
+    return list(csv.DictReader(read_text(path, max_bytes=1 << 20, follow=True).splitlines()))
 
 
 # --- writing

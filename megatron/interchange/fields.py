@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.core.words import plain
 
 Json = Mapping[str, Any]
 _MISSING = object()
@@ -89,7 +90,7 @@ def number(key: str, ours: str, default: float) -> Field:
     """A number that has another name there. default: where config.json leaves it out."""
     return Field(
         (key,),
-        f"{flag(ours)}, {default:g} where it is left out",
+        f"{flag(ours)}, {plain(default)} where it is left out",
         lambda json, given: {ours: number_of(json, key, default)},
         lambda config: {key: getattr(config, ours)},
     )
@@ -157,7 +158,7 @@ def dropout(default: float) -> Field:
             raise SettingError(f"{both}: one value here, --hidden-dropout: give it")
         return {"hidden_dropout": values[keys[0]]}
 
-    means = f"{flag('hidden_dropout')}, {default:g} where it is left out; refused where they differ"
+    means = f"{flag('hidden_dropout')}, {plain(default)} where it is left out; refused where they differ"
     return Field(keys, means, read, lambda config: dict.fromkeys(keys, config.hidden_dropout))
 
 

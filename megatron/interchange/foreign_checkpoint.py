@@ -86,7 +86,7 @@ def _open(settings: Mapping[str, Any], rows: int | None, root: Path, ckpt_step: 
         return None
     if what.form.read_as == MEGATRON:
         weights_alone = bool(settings.get("finetune") or settings.get("no_load_optim"))
-        return _megatron(open_megatron(root, ckpt_step, optimizer=not weights_alone))
+        return open_megatron(root, ckpt_step, optimizer=not weights_alone)
     return _hugging_face(root, what, settings, rows, ckpt_step)
 
 
@@ -112,9 +112,9 @@ def heeded(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in HEEDED if settings.get(name) is not None}
 
 
-def open_megatron(root: Path, ckpt_step: int | None = None, *, optimizer: bool = False) -> MegatronSource:
+def open_megatron(root: Path, ckpt_step: int | None = None, *, optimizer: bool = False) -> Foreign:
     """The checkpoint that the tracker of a folder of Megatron-LM's names, without one the newest; or the one that the
-    folder is. optimizer: its states too, where they can be read. Raises CheckpointError."""
+    folder is. optimizer: its states too, where there are any. Raises CheckpointError."""
     there = candidates(list_entries(root))
     newest = there.get(max(there, default=0), root / "release" if (root / "release").is_dir() else root)
     directory = newest if ckpt_step is None else root / directory_name(ckpt_step)
@@ -127,12 +127,11 @@ def open_megatron(root: Path, ckpt_step: int | None = None, *, optimizer: bool =
         directory = root / (named if named == "release" else directory_name(int(named)))
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: missing, of the checkpoints in {root}")
-    if (directory / METADATA).exists():
-        return open_torch_dist(directory, optimizer=optimizer)
-    return open_torch(directory, optimizer=optimizer)
+    open_format = open_torch_dist if (directory / METADATA).exists() else open_torch
+    return _megatron(open_format(directory, optimizer=optimizer))
 
 
-def megatron_settings(source: MegatronSource) -> dict[str, Any]:
+def _megatron_settings(source: MegatronSource) -> dict[str, Any]:
     """Our fields of model and tokenizer in the args of a checkpoint. Raises CheckpointError."""
     stated = {name: one for name, one in source.args.items() if name in _TAKEN and one is not None}
     if missing := [name for name in _NEEDED if name not in stated]:
@@ -172,7 +171,7 @@ def _megatron(source: MegatronSource) -> Foreign:
         **source.state,
         "train_state": state,
         "nan_policy": {"consecutive_skips": 0},
-        "config": megatron_settings(source),
+        "config": _megatron_settings(source),
     }
     return _foreign(source, source.directory, common)
 

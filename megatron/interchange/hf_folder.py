@@ -7,7 +7,6 @@ describe their files to the byte. Code and pickles that lie beside are neither r
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -23,13 +22,12 @@ from megatron.core.dist_checkpointing.files import (
     open_regular,
     read_exactly,
 )
-from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, StoredArray
-from megatron.core.dist_checkpointing.source import ArrayChunk
-from megatron.core.rectangles import Dims
-from megatron.core.safe_files import read_bytes
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
+from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor
+from megatron.core.safe_files import read_json
 from megatron.interchange.architecture import HFModel, InterchangeError
 from megatron.interchange.known import read_config
-from megatron.interchange.moves import Catalogue, Move, Part
+from megatron.interchange.moves import Catalogue
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -41,27 +39,13 @@ _SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class HFArray:
-    """A tensor of the folder."""
-
-    file: str
-    dtype: str
-    shape: Dims
-    begin: int
-
-    @property
-    def num_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
-
-
-@dataclasses.dataclass(frozen=True)
 class HFFolder:
     """A folder whose headers have been read. arrays: by their names in the files."""
 
     directory: Path
     model: HFModel
     json: Mapping[str, Any]
-    arrays: Mapping[str, HFArray]
+    arrays: Mapping[str, ArrayTensor]
 
 
 def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFolder:
@@ -70,14 +54,13 @@ def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFo
     Raises CheckpointError (InterchangeError for what the model lacks) naming file and field.
     """
     model, json_config = _read_config(directory / CONFIG, given)
-    arrays: dict[str, HFArray] = {}
+    arrays: dict[str, ArrayTensor] = {}
     for file in _files(directory):
-        for name, array in _header(directory / file).items():
+        for name, array in _header(directory, file).items():
             if name in arrays:
-                raise CheckpointError(
-                    f"{directory}: tensor {name!r:.200} is in {arrays[name].file} and in {file}"
-                )
-            arrays[name] = HFArray(file, *array)
+                before = _array(arrays[name]).file
+                raise CheckpointError(f"{directory}: tensor {name!r:.200} is in {before} and in {file}")
+            arrays[name] = array
     return HFFolder(directory, model, json_config, arrays)
 
 
@@ -96,11 +79,7 @@ def _read_config(path: Path, given: Mapping[str, Any] | None) -> tuple[HFModel, 
 
 def _json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     with named_errors(path):
-        raw = read_bytes(path, max_bytes=max_bytes, follow=True)
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from None
+        value = read_json(path, max_bytes=max_bytes, follow=True)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -132,27 +111,27 @@ def _files(directory: Path) -> list[str]:
     return files
 
 
-def _header(path: Path) -> dict[str, StoredArray]:
+def _header(directory: Path, file: str) -> dict[str, ArrayTensor]:
+    path = directory / file
     with open_regular(path, follow=True) as fd:
         file_bytes = os.fstat(fd).st_size
         try:
             prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
             length = safetensors.header_length(prefix, file_bytes)
             text = bytes(read_exactly(fd, path, safetensors.LENGTH_BYTES, length))
-            return safetensors.parse_header(text, file_bytes)
+            arrays = safetensors.parse_header(text, file_bytes)
         except (ValueError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{path}: {error}") from None
+    return {
+        name: ArrayTensor.whole(array.dtype, array.shape, file, array.begin) for name, array in arrays.items()
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class MappedTensor:
-    """One of our tensors, made of theirs."""
-
-    dtype: str
-    shape: Dims
-    chunks: tuple[ArrayChunk, ...]
+def _array(tensor: ArrayTensor) -> ArrayChunk:
+    """Of a tensor that is whole."""
+    return tensor.chunks[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,20 +164,19 @@ class HFSource:
         return self.folder.directory / CONFIG
 
     @property
-    def tensors(self) -> Mapping[str, MappedTensor]:
-        tensors: Mapping[str, MappedTensor] = self._tensors  # type: ignore[attr-defined]
+    def tensors(self) -> Mapping[str, ArrayTensor]:
+        tensors: Mapping[str, ArrayTensor] = self._tensors  # type: ignore[attr-defined]
         return tensors
 
     @property
     def files(self) -> Collection[str]:
-        return sorted({array.file for array in self.folder.arrays.values()})
+        return sorted({_array(one).file for one in self.folder.arrays.values()})
 
     def verify_file(self, name: str) -> None:
         """The format has no digests: that the header is still the one that was read, and that a tied output layer in
         this file is the word embeddings."""
-        here = {key: array for key, array in self.folder.arrays.items() if array.file == name}
-        found = {key: HFArray(name, *array) for key, array in _header(self.directory / name).items()}
-        if found != here:
+        here = {key: one for key, one in self.folder.arrays.items() if _array(one).file == name}
+        if _header(self.directory, name) != here:
             raise CheckpointError(f"{self.directory / name}: changed while it was read")
         architecture = self.folder.model.architecture
         if architecture.head in here and architecture.head not in self.catalogue.theirs:
@@ -210,7 +188,7 @@ class HFSource:
                 )
 
 
-def _named(folder: HFFolder) -> dict[str, HFArray]:
+def _named(folder: HFFolder) -> dict[str, ArrayTensor]:
     """The arrays by the names of the architecture's table: files of a bare model leave out its prefix."""
     architecture, base = folder.model.architecture, folder.model.architecture.base
     bare = not any(name.startswith(base) for name in folder.arrays)
@@ -220,7 +198,7 @@ def _named(folder: HFFolder) -> dict[str, HFArray]:
     }
 
 
-def _mapped(folder: HFFolder, catalogue: Catalogue, prefix: str) -> dict[str, MappedTensor]:
+def _mapped(folder: HFFolder, catalogue: Catalogue, prefix: str) -> dict[str, ArrayTensor]:
     """Our tensors out of theirs. Raises InterchangeError listing all tensors that have no place, on either side."""
     architecture, arrays = folder.model.architecture, _named(folder)
     counted = {
@@ -235,10 +213,15 @@ def _mapped(folder: HFFolder, catalogue: Catalogue, prefix: str) -> dict[str, Ma
     shapes = catalogue.ours
     for move in catalogue.moves if not problems else ():
         array = arrays[move.theirs.name]
-        chunks.setdefault(move.ours.name, []).append(_chunk(move, array))
+        box, first = move.ours.box, move.theirs.box.offset
+        part = dataclasses.replace(
+            _array(array), offset=box.offset, shape=box.shape, at=first, transposed=move.transposed
+        )
+        chunks.setdefault(move.ours.name, []).append(part)
         dtypes.setdefault(move.ours.name, set()).add(array.dtype)
-    for part in catalogue.padding if not problems else ():
-        chunks[part.name].append(_zeros(part))
+    for name, _, box in catalogue.padding if not problems else ():
+        zeros = ArrayTensor.whole("", box.shape, "", 0)
+        chunks[name].append(dataclasses.replace(_array(zeros), offset=box.offset))
     problems += [
         f"ours {name}: made of tensors of {', '.join(sorted(found))}: one dtype is wanted"
         for name, found in dtypes.items()
@@ -248,31 +231,23 @@ def _mapped(folder: HFFolder, catalogue: Catalogue, prefix: str) -> dict[str, Ma
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise InterchangeError(f"{folder.directory}: {'; '.join(problems[:_SHOWN])}{more}")
     return {
-        prefix + name: MappedTensor(next(iter(dtypes[name])), shapes[name], tuple(parts))
+        prefix + name: ArrayTensor(next(iter(dtypes[name])), shapes[name], tuple(parts))
         for name, parts in chunks.items()
     }
 
 
-def _chunk(move: Move, array: HFArray) -> ArrayChunk:
-    box = move.ours.box
-    return ArrayChunk(
-        box.offset, box.shape, array.file, array.begin, array.shape, move.theirs.box.offset, move.transposed
-    )
-
-
-def _zeros(part: Part) -> ArrayChunk:
-    return ArrayChunk(part.box.offset, part.box.shape, "", 0, part.box.shape, (0,) * len(part.box.shape))
-
-
-def _same_bytes(directory: Path, one: HFArray, other: HFArray) -> bool:
+def _same_bytes(directory: Path, one: ArrayTensor, other: ArrayTensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    paths = directory / one.file, directory / other.file
+    arrays, num_bytes = (_array(one), _array(other)), ITEM_BYTES[one.dtype] * math.prod(one.shape)
+    paths = [directory / array.file for array in arrays]
     with open_regular(paths[0], follow=True) as first, open_regular(paths[1], follow=True) as second:
-        for begin in range(0, one.num_bytes, BLOCK_BYTES):
-            count = min(BLOCK_BYTES, one.num_bytes - begin)
-            if read_exactly(first, paths[0], one.begin + begin, count) != read_exactly(
-                second, paths[1], other.begin + begin, count
-            ):
+        for done in range(0, num_bytes, BLOCK_BYTES):
+            count = min(BLOCK_BYTES, num_bytes - done)
+            blocks = (
+                read_exactly(fd, path, array.begin + done, count)
+                for fd, path, array in zip((first, second), paths, arrays, strict=True)
+            )
+            if next(blocks) != next(blocks):
                 return False
     return True

@@ -1,17 +1,16 @@
 """Pickles read without running anything in them (floor 0).
 
-A pickle is a program that may call what it names. Here each name of a short list stands for an empty class of ours,
-which keeps what it was called with and does nothing; any other name is refused. So no foreign constructor runs, torch
-is not needed, and what comes out is dicts, lists, tuples, numbers, texts and `Inert` values.
+A pickle is a program that may call what it names. Python's library only takes it apart into opcodes; they are carried
+out here, where a name of a short list stands for an empty class of ours, which keeps what it was called with and does
+nothing, and any other is refused. What comes out is dicts, lists, tuples, numbers, texts and `Inert` values. Their
+number is bounded, and so is what a key of a dict is made of: hashing tuples in one another, each twice in the next,
+would never end.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import pickletools
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,21 @@ from typing import Any
 from megatron.core.dist_checkpointing.files import CheckpointError
 
 MAX_BYTES = 1 << 30  # of one pickle: the description of the largest models is a tenth of it
+MAX_OPCODES = 1 << 26  # some seconds a million
 MAX_DEPTH, MAX_VALUES = 64, 1 << 17
-_PAGE_BYTES = 4096  # of stack: for eight nested tuples
-
-
-class _Ordered(dict[Any, Any]):
-    """An OrderedDict: a module's state has attributes, which say nothing of tensors."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
+MAX_BITS = 1024  # of an integer
+MAX_COPIED = 1024  # values in what a call copies, or in a key: a pickle may do so with one list over and over
 
 # What checkpoints of torch and Megatron name: containers, shapes, dtypes, storages, and records of settings.
 CONTAINERS: Mapping[str, type] = {
-    "collections.OrderedDict": _Ordered,
+    "collections.OrderedDict": dict,
     "builtins.set": set,
     "torch.Size": tuple,
 }
 NAMES = (
     "torch.*Storage", "torch.serialization._get_layout", "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_parameter", "torch.nn.parameter.Parameter",
+    "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state", "torch.nn.parameter.Parameter",
+    "torch._tensor._rebuild_from_type_v2", "torch.Tensor",
     *(f"torch.{name}" for name in "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool "
       "float8_e4m3fn float8_e5m2 device".split()),
     "torch.distributed.checkpoint.metadata.*", "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -62,70 +56,170 @@ class Inert:
     args: tuple[Any, ...]
     state: Any
 
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Of a subclass of dict. Nothing that is read is one."""
-
-    def append(self, value: Any) -> None:
-        """Of a subclass of list."""
-
-    def extend(self, values: Any) -> None:
-        """Of a subclass of list."""
-
     def get(self, name: str) -> Any:
         """A field of its state; None where there is none of that name."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, storage: Callable[[Any], Any]) -> None:
-        super().__init__(file, encoding="latin1")
+# Opcodes whose argument is the value, and those that make one of nothing. What only protocol 0 needs is not read.
+_GIVEN = frozenset(
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 BINFLOAT BINSTRING SHORT_BINSTRING BINUNICODE SHORT_BINUNICODE "
+    "BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8".split()
+)
+_MADE: Mapping[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set,
+}  # fmt: skip
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MARKED = frozenset({"TUPLE", "APPENDS", "SETITEMS", "ADDITEMS"})  # of all since the last mark
+_OF_LAST = frozenset({"STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "APPEND", "SETITEM", "BINPERSID"})
+
+
+class _RefusedError(ValueError):
+    """Something in a pickle that is not read here."""
+
+
+class _Machine:
+    """A pickle under way. stack: values; marks: how high it was; memo: values by number."""
+
+    def __init__(self, storage: Callable[[Any], Any]) -> None:
         self._storage = storage
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
         self._classes: dict[str, type] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        path = f"{module}.{name}"
+    def value(self, data: bytes) -> Any:
+        stack = self._stack
+        memo: dict[Any, Any] = {}
+        for count, (opcode, given, _) in enumerate(pickletools.genops(data)):
+            name = opcode.name
+            if count >= MAX_OPCODES:
+                raise _RefusedError(f"more than {MAX_OPCODES} opcodes")
+            if name in _GIVEN:
+                if isinstance(given, int) and given.bit_length() > MAX_BITS:
+                    raise _RefusedError(f"an integer of {given.bit_length()} bits")
+                stack.append(given)
+            elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+                memo[len(memo) if given is None else given] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[given])
+            elif name == "MARK":
+                self._marks.append(len(stack))
+            elif name in _MADE:
+                stack.append(_MADE[name]())
+            elif name in _TUPLES:
+                stack.append(tuple(self._taken(len(stack) - _TUPLES[name])))
+            elif name in _MARKED:
+                self._marked(name, self._taken(self._marks.pop()))
+            elif name == "GLOBAL":
+                stack.append(self._named(str(given).replace(" ", ".", 1)))
+            elif name in _OF_LAST:
+                self._of_last(name, stack.pop())
+            elif name not in ("PROTO", "FRAME", "STOP"):
+                raise _RefusedError(f"opcode {name}")
+        return stack.pop()
+
+    def _taken(self, first: int) -> list[Any]:
+        values = self._stack[first:]
+        del self._stack[first:]
+        return values
+
+    def _marked(self, name: str, values: list[Any]) -> None:
+        if name == "TUPLE":
+            self._stack.append(tuple(values))
+        elif name == "SETITEMS":
+            _filled(self._stack[-1], values)
+        elif name == "APPENDS":
+            _extended(self._stack[-1], values)
+        else:
+            self._stack[-1].update(map(_key, values))
+
+    def _of_last(self, name: str, last: Any) -> None:
+        """last: what lay uppermost."""
+        stack = self._stack
+        if name == "STACK_GLOBAL":
+            stack.append(self._named(".".join((stack.pop(), last))))
+        elif name in ("REDUCE", "NEWOBJ"):
+            stack.append(_called(stack.pop(), last))
+        elif name == "BINPERSID":
+            stack.append(self._storage(last))
+        elif name == "APPEND":
+            _extended(stack[-1], [last])
+        elif name == "SETITEM":
+            key = stack.pop()
+            _filled(stack[-1], [key, last])
+        elif isinstance(stack[-1], Inert):
+            stack[-1].state = last
+        elif not isinstance(stack[-1], dict):  # attributes of a module's OrderedDict say nothing of tensors
+            raise _RefusedError("a state of what has none")
+
+    def _named(self, path: str) -> type:
         if path in CONTAINERS:
             return CONTAINERS[path]
         if ".." in path or "__" in path or not any(fnmatchcase(path, pattern) for pattern in NAMES):
-            raise pickle.UnpicklingError(f"it names {path!r:.200}, which is not read")
-        return self._classes.setdefault(path, type(name.rpartition(".")[2], (Inert,), {"path": path}))
+            raise _RefusedError(f"it names {path!r:.200}, which is not read")
+        return self._classes.setdefault(path, type(path.rpartition(".")[2], (Inert,), {"path": path}))
 
-    def persistent_load(self, pid: Any) -> Any:
-        return self._storage(pid)
+
+def _called(function: Any, args: Any) -> Any:
+    """What stands for a call. Containers copy what they are given; everything else keeps it."""
+    if not isinstance(args, tuple) or not isinstance(function, type):
+        raise _RefusedError("a call that is none")
+    if issubclass(function, Inert):
+        return function(*args)
+    given = args[0] if args else ()
+    if len(args) > 1 or function not in (tuple, set, dict) or not isinstance(given, list | tuple | set):
+        raise _RefusedError(f"a {function.__name__} of what makes none")
+    if len(given) > MAX_COPIED:
+        raise _RefusedError(f"a {function.__name__} of {len(given)} values")
+    if function is dict:
+        return _filled({}, [value for pair in given for value in pair])
+    return tuple(given) if function is tuple else set(map(_key, given))
+
+
+def _filled(target: Any, keys_and_values: list[Any]) -> Any:
+    """A dict with these items too. What stands for a subclass keeps none: nothing that is read is one."""
+    items = zip(keys_and_values[::2], keys_and_values[1::2], strict=True)
+    if isinstance(target, dict):
+        target.update((_key(key), value) for key, value in items)
+    elif not isinstance(target, Inert):
+        raise _RefusedError("items of what has none")
+    return target
+
+
+def _extended(target: Any, values: Iterable[Any]) -> None:
+    if isinstance(target, list):
+        target.extend(values)
+    elif not isinstance(target, Inert):
+        raise _RefusedError("values of what holds none")
+
+
+def _key(value: Any) -> Any:
+    """A value that is a key: no container but a short tuple of none."""
+    if isinstance(value, tuple | frozenset):
+        inner = any(isinstance(part, tuple | frozenset) for part in value)
+        if inner or len(value) > MAX_COPIED:
+            raise _RefusedError("a key of containers in one another, or a long one")
+    return value
 
 
 def _no_storage(pid: Any) -> Any:
-    raise pickle.UnpicklingError(f"a storage outside of an archive: {pid!r:.80}")
+    raise _RefusedError("a storage outside of an archive")
 
 
 def read_pickle(data: bytes, path: Path, storage: Callable[[Any], Any] = _no_storage) -> Any:
     """The value in a pickle. path: for messages. storage: what a persistent id stands for.
 
-    Raises CheckpointError for what is none, names anything that is not listed, or is nested too deeply.
+    Raises CheckpointError for what is none, names anything that is not listed, or goes beyond the bounds above.
     """
     if len(data) > MAX_BYTES:
         raise CheckpointError(f"{path}: a pickle of {len(data)} bytes; at most {MAX_BYTES} are read")
     try:
-        return _with_stack_for(data, _Unpickler(io.BytesIO(data), storage).load)
+        return _Machine(storage).value(data)
     except CheckpointError:
         raise
     except Exception as error:  # a broken pickle raises anything
         raise CheckpointError(f"{path}: not a pickle that is read here: {str(error)[:300]}") from None
-
-
-def _with_stack_for(data: bytes, load: Callable[[], Any]) -> Any:
-    """Hashing a dict's key goes down as deep as its tuples are nested, and no further than the stack: a pickle may have
-    as many in one another as it has opcodes that make one, so the thread that loads it has a stack for them all."""
-    num_tuples = sum(data.count(opcode) for opcode in (b"\x85", b"\x86", b"\x87", b"t"))
-    before = threading.stack_size((num_tuples // 8 + 256) * _PAGE_BYTES)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(load).result()
-    finally:
-        threading.stack_size(before)
 
 
 def plain(value: Any, depth: int = 0, left: list[int] | None = None) -> Any:

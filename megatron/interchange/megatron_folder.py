@@ -13,15 +13,14 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
-from megatron.core.dist_checkpointing.source import ArrayChunk
+from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor
 from megatron.core.rectangles import Dims, fill_error
 from megatron.core.safe_files import read_bytes
 from megatron.interchange.architecture import InterchangeError
-from megatron.interchange.hf_folder import MappedTensor
 from megatron.interchange.inert_pickle import MAX_BYTES, Inert, plain, read_pickle
 from megatron.interchange.megatron_state import LEFT_OUT, optimizer_sections
 from megatron.interchange.torch_archive import DTYPES, Archive, is_dims
@@ -30,7 +29,7 @@ METADATA, COMMON = ".metadata", "common.pt"
 _PART = re.compile(r"__[0-9]{1,6}_[0-9]{1,6}\.distcp")
 LAYER = re.compile(r"(decoder\.layers\.)([0-9]{1,6})\.(.*)")
 # Our names -> those of Transformer Engine's layers, below a layer.
-_FUSED = {
+FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -41,14 +40,6 @@ _FLAT = re.compile(r"(chained_\d+\.)?optimizer\..*(dp_group_idx|gbuf_idx|bucket_
 _HALVES = ("BF16", "F16")
 
 
-class _Stored(NamedTuple):
-    """A tensor of theirs: chunks of it."""
-
-    dtype: str
-    shape: Dims
-    chunks: tuple[ArrayChunk, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class MegatronSource:
     """A `Source` of Megatron's tensors under our names. args: its launch's settings, JSON values. state: what belongs
@@ -56,7 +47,7 @@ class MegatronSource:
 
     directory: Path
     described_in: Path
-    tensors: Mapping[str, MappedTensor]
+    tensors: Mapping[str, ArrayTensor]
     args: Mapping[str, Any]
     iteration: int
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -97,7 +88,7 @@ def settings(archive: Archive) -> tuple[dict[str, Any], int]:
     return stated if isinstance(stated, dict) else {}, iteration if type(iteration) is int else 0
 
 
-def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict[str, _Stored]:
+def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict[str, ArrayTensor]:
     path = directory / METADATA
     found = metadata if isinstance(metadata, Inert) else Inert()
     described, places = found.get("state_dict_metadata"), found.get("storage_data")
@@ -142,12 +133,11 @@ class _PartFiles:
         """The archive that `.metadata` gives the place of, and its file's name. Raises CheckpointError."""
         name, begin, size = (place.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(name, str) or not _PART.fullmatch(name):
-            raise CheckpointError(
-                f"{self._directory / METADATA}: {name!r:.200} is no plain name of a .distcp file"
-            )
+            shown = repr(name)[:200] if isinstance(name, str) else "what is no text"
+            raise CheckpointError(f"{self._directory / METADATA}: {shown} is no plain name of a .distcp file")
         if type(begin) is not int or type(size) is not int:
             raise CheckpointError(
-                f"{self._directory / METADATA}: bytes {begin!r:.40}, {size!r:.40} of {name}"
+                f"{self._directory / METADATA}: nothing is said of which bytes of {name} are meant"
             )
         path = self._directory / name
         if name not in self._fds:
@@ -158,7 +148,7 @@ class _PartFiles:
 
 def _stored(
     name: str, entry: Inert, where: Mapping[tuple[str, Dims], Inert], files: _PartFiles, path: Path
-) -> _Stored:
+) -> ArrayTensor:
     shape, listed, dtype = entry.get("size"), entry.get("chunks"), _dtype(entry.get("properties"))
     if dtype is None or not is_dims(shape) or not isinstance(listed, list):
         raise CheckpointError(f"{path}: {name!r:.200}: dtype, shape or chunks are not read")
@@ -178,7 +168,7 @@ def _stored(
         chunks.append(ArrayChunk(offset, size, file, tensor.begin, size, (0,) * len(size)))
     if (problem := fill_error(shape, chunks)) is not None:
         raise CheckpointError(f"{path}: {name!r:.200}: {problem}")
-    return _Stored(dtype, shape, tuple(chunks))
+    return ArrayTensor(dtype, shape, tuple(chunks))
 
 
 def _dtype(properties: Any) -> str | None:
@@ -190,9 +180,9 @@ def _dtype(properties: Any) -> str | None:
     return DTYPES.get(getattr(kind, "path", ""))
 
 
-def _named_by_us(stored: Mapping[str, _Stored], path: Path) -> dict[str, MappedTensor]:
+def _named_by_us(stored: Mapping[str, ArrayTensor], path: Path) -> dict[str, ArrayTensor]:
     """Theirs under our names and prefixes, one tensor a layer."""
-    named: dict[str, MappedTensor] = {}
+    named: dict[str, ArrayTensor] = {}
     for name, tensor in stored.items():
         state = _STATE.fullmatch(name)
         prefix, rest = (f"optimizer.{state_name(state[1])}.", state[2]) if state else ("model.", name)
@@ -208,7 +198,7 @@ def state_name(theirs: str) -> str:
     return "main_weight" if theirs in MAIN_WEIGHTS else theirs
 
 
-def without_same(named: Mapping[str, MappedTensor]) -> dict[str, MappedTensor]:
+def without_same(named: Mapping[str, ArrayTensor]) -> dict[str, ArrayTensor]:
     """Without the main weights of what is not in 16 bits, which are the weights themselves."""
     main = "optimizer.main_weight."
     return {
@@ -220,11 +210,11 @@ def without_same(named: Mapping[str, MappedTensor]) -> dict[str, MappedTensor]:
     }
 
 
-def _layers(name: str, tensor: _Stored) -> Iterator[tuple[str, MappedTensor]]:
+def _layers(name: str, tensor: ArrayTensor) -> Iterator[tuple[str, ArrayTensor]]:
     """A tensor of one layer, or of each of all layers where it has those as its first dim."""
     begin = "decoder.layers."
     if not name.startswith(begin) or LAYER.fullmatch(name):
-        yield unfused(name), MappedTensor(tensor.dtype, tensor.shape, tensor.chunks)
+        yield unfused(name), tensor
         return
     item = ITEM_BYTES[tensor.dtype]
     for layer in range(tensor.shape[0]):
@@ -236,13 +226,13 @@ def _layers(name: str, tensor: _Stored) -> Iterator[tuple[str, MappedTensor]]:
                 first = chunk.begin + at * math.prod(rest) * item
                 chunks.append(ArrayChunk(offset, rest, chunk.file, first, rest, (0,) * len(rest)))
         ours = f"{begin}{layer}.{name.removeprefix(begin)}"
-        yield unfused(ours), MappedTensor(tensor.dtype, tensor.shape[1:], tuple(chunks))
+        yield unfused(ours), ArrayTensor(tensor.dtype, tensor.shape[1:], tuple(chunks))
 
 
 def unfused(name: str) -> str:
     """Our name of a tensor that may be one of Transformer Engine's layers."""
     if (match := LAYER.fullmatch(name)) is not None:
-        for ours, theirs in _FUSED.items():
+        for ours, theirs in FUSED.items():
             if match[3].startswith(theirs):
                 return f"{match[1]}{match[2]}.{ours}{match[3].removeprefix(theirs)}"
     return name

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import CheckpointError, open_regular
-from megatron.core.dist_checkpointing.source import ArrayChunk
-from megatron.core.rectangles import Rectangle
+from megatron.core.dist_checkpointing.source import ArrayTensor
 from megatron.interchange.architecture import InterchangeError
-from megatron.interchange.hf_folder import MappedTensor
 from megatron.interchange.megatron_folder import (
     LAYER,
     MegatronSource,
@@ -23,7 +21,7 @@ from megatron.interchange.megatron_folder import (
     without_same,
 )
 from megatron.interchange.megatron_state import LEFT_OUT, inner_optimizer, optimizer_sections
-from megatron.interchange.torch_archive import Archive, ArchiveTensor
+from megatron.interchange.torch_archive import Archive
 
 _RANK = re.compile(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3}))?")
 _EXPERT_RANK = re.compile(r"mp_rank_[0-9]{2,4}(_[0-9]{3}){2}")  # without pipeline parallelism args tell
@@ -40,9 +38,9 @@ Key = tuple[str, str]  # "model." or the like, and the name of a weight as its s
 
 
 class _Shard(NamedTuple):
-    """One `mp_rank_*` folder's file. chunks: of each model chunk, whole local tensors and their dtypes."""
+    """One `mp_rank_*` folder's file. chunks: of each model chunk, whole local tensors."""
 
-    chunks: list[dict[Key, tuple[ArrayChunk, str]]]
+    chunks: list[dict[Key, ArrayTensor]]
     args: dict[str, Any]
     iteration: int
     state: dict[str, Any]
@@ -87,11 +85,11 @@ def open_torch(directory: Path, *, optimizer: bool = False) -> MegatronSource:
 
 
 def _whole(
-    stages: Sequence[Sequence[Mapping[Key, tuple[ArrayChunk, str]]]], args: Mapping[str, Any], directory: Path
-) -> dict[str, MappedTensor]:
+    stages: Sequence[Sequence[Mapping[Key, ArrayTensor]]], args: Mapping[str, Any], directory: Path
+) -> dict[str, ArrayTensor]:
     """Our tensors, out of each stage's tensor parallel ranks in the order of the model; layers are counted from 0 in
     each. A tied embedding is in the first stage, and as an output layer in the last."""
-    tensors: dict[str, MappedTensor] = {}
+    tensors: dict[str, ArrayTensor] = {}
     tied = args.get("untie_embeddings_and_output_weights") is False
     layers = 0
     for ranks in stages:
@@ -108,9 +106,7 @@ def _whole(
                 ours = f"{match[1]}{layers + int(match[2])}.{match[3]}"
             key = prefix + unfused(ours)
             if key not in tensors and not (tied and name in _COPIES):
-                tensors[key] = _joined(
-                    unfused(ours), parts[0][1], [part for part, _ in parts], args, directory
-                )
+                tensors[key] = _joined(unfused(ours), parts, args, directory)
         layers += here
     return tensors
 
@@ -125,10 +121,10 @@ def _shard(directory: Path, file: str, optimizer: bool) -> _Shard:
         if not all(isinstance(model, dict) for model in models):
             raise CheckpointError(f"{path}: a model that is no dict")
 
-        def held(prefix: str, named: Iterable[tuple[Any, Any]]) -> dict[Key, tuple[ArrayChunk, str]]:
+        def held(prefix: str, named: Iterable[tuple[Any, Any]]) -> dict[Key, ArrayTensor]:
             found = ((str(name), archive.tensor(one)) for name, one in named)
             return {
-                (prefix, name): (_array(tensor, file), tensor.dtype)
+                (prefix, name): ArrayTensor.whole(tensor.dtype, tensor.shape, file, tensor.begin)
                 for name, tensor in found
                 if tensor is not None and not name.endswith("_extra_state")
             }
@@ -143,13 +139,8 @@ def _shard(directory: Path, file: str, optimizer: bool) -> _Shard:
         return _Shard(chunks, args, iteration, state)
 
 
-def _array(tensor: ArchiveTensor, file: str) -> ArrayChunk:
-    zeros = (0,) * len(tensor.shape)
-    return ArrayChunk(zeros, tensor.shape, file, tensor.begin, tensor.shape, zeros)
-
-
 def _states(
-    value: Mapping[str, Any], chunks: Sequence[Mapping[Key, tuple[ArrayChunk, str]]], path: Path
+    value: Mapping[str, Any], chunks: Sequence[Mapping[Key, ArrayTensor]], path: Path
 ) -> Iterator[tuple[str, int, str, Any]]:
     """What an optimizer keeps: what it is, of which model chunk, of which weight, the tensor.
 
@@ -163,7 +154,7 @@ def _states(
         weights = [
             (number, name)
             for number, chunk in enumerate(chunks)
-            for (_, name), (array, _) in chunk.items()
+            for (_, name), array in chunk.items()
             if (len(array.shape) > 1 and not name.endswith(".bias")) == (decays != 0.0)
         ]
         if not isinstance(states, dict) or not isinstance(ids, list) or len(ids) != len(weights):
@@ -180,35 +171,33 @@ def _states(
                 yield "fp32_param", number, name, main[at][place]
 
 
-def _joined(
-    name: str, dtype: str, parts: Sequence[ArrayChunk], args: Mapping[str, Any], directory: Path
-) -> MappedTensor:
+def _joined(name: str, parts: Sequence[ArrayTensor], args: Mapping[str, Any], directory: Path) -> ArrayTensor:
     """One of our tensors, out of what tensor parallel ranks hold of it."""
     if len({part.shape for part in parts}) != 1:
         raise CheckpointError(f"{directory}: {name!r:.200}: tensor parallel ranks have shapes that differ")
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     if len(parts) == 1:
-        return MappedTensor(dtype, parts[0].shape, tuple(parts))
+        return parts[0]
     if name.endswith(_FC1):
-        return _halves(dtype, parts) if gated else _stacked(dtype, parts, 0)
+        return _halves(parts) if gated else _stacked(parts, 0)
     if name.endswith(_CUT_ROWS):
-        return _stacked(dtype, parts, 0)
+        return _stacked(parts, 0)
     if name.endswith(_CUT_COLUMNS):
-        return _stacked(dtype, parts, 1)
-    return MappedTensor(dtype, parts[0].shape, (parts[0],))
+        return _stacked(parts, 1)
+    return parts[0]
 
 
-def _stacked(dtype: str, parts: Sequence[ArrayChunk], dim: int) -> MappedTensor:
+def _stacked(parts: Sequence[ArrayTensor], dim: int) -> ArrayTensor:
     chunks, first = [], 0
     for part in parts:
         offset = tuple(first if at == dim else 0 for at in range(len(part.shape)))
-        chunks.append(dataclasses.replace(part, offset=offset))
+        chunks.append(dataclasses.replace(part.chunks[0], offset=offset))
         first += part.shape[dim]
     shape = tuple(first if at == dim else size for at, size in enumerate(parts[0].shape))
-    return MappedTensor(dtype, shape, tuple(chunks))
+    return ArrayTensor(parts[0].dtype, shape, tuple(chunks))
 
 
-def _halves(dtype: str, parts: Sequence[ArrayChunk]) -> MappedTensor:
+def _halves(parts: Sequence[ArrayTensor]) -> ArrayTensor:
     """Each rank has its rows of the gate, then its rows of up; ours has all of the gate, then all of up."""
     rows = parts[0].shape[0] // 2
     rest, total = parts[0].shape[1:], rows * len(parts)
@@ -216,7 +205,6 @@ def _halves(dtype: str, parts: Sequence[ArrayChunk]) -> MappedTensor:
     for half in range(2):
         for rank, part in enumerate(parts):
             zeros = (0,) * len(rest)
-            box = Rectangle((half * total + rank * rows, *zeros), (rows, *rest))
-            at = (half * rows, *zeros)
-            chunks.append(dataclasses.replace(part, offset=box.offset, shape=box.shape, at=at))
-    return MappedTensor(dtype, (2 * total, *rest), tuple(chunks))
+            offset, at = (half * total + rank * rows, *zeros), (half * rows, *zeros)
+            chunks.append(dataclasses.replace(part.chunks[0], offset=offset, shape=(rows, *rest), at=at))
+    return ArrayTensor(parts[0].dtype, (2 * total, *rest), tuple(chunks))

@@ -12,7 +12,7 @@ from megatron.interchange.torch_archive import Archive
 
 LEFT_OUT = "load without it (--no-load-optim or --finetune)"
 # Our field of a schedule -> theirs, and what it is where older releases do not say.
-_SCHEDULE = {
+SCHEDULE = {
     "max_lr": "max_lr", "min_lr": "min_lr", "warmup_samples": "lr_warmup_steps", "decay_samples": "lr_decay_steps",
     "decay_style": "lr_decay_style", "start_weight_decay": "start_wd", "end_weight_decay": "end_wd",
     "weight_decay_samples": "wd_incr_steps", "weight_decay_style": "wd_incr_style",
@@ -35,7 +35,7 @@ def optimizer_sections(
     rank's file. Raises InterchangeError where it does not say what they need."""
     saved, inner = archive.value, inner_optimizer(archive.value, path)
     schedule = plain(saved.get("opt_param_scheduler"))
-    if not isinstance(schedule, dict) or (missing := [*_SCHEDULE.values(), "num_steps"] - schedule.keys()):
+    if not isinstance(schedule, dict) or (missing := [*SCHEDULE.values(), "num_steps"] - schedule.keys()):
         lacking = "opt_param_scheduler" if not isinstance(schedule, dict) else ", ".join(sorted(missing))
         raise InterchangeError(f"{path}: nothing is said of {lacking}, which its optimizer needs: {LEFT_OUT}")
     decoupled, tail = args.get("decoupled_lr"), args.get("lr_wsd_decay_samples")
@@ -50,7 +50,7 @@ def optimizer_sections(
         "scheduler": {
             "samples": schedule["num_steps"],
             "schedule": {
-                **{ours: schedule[theirs] for ours, theirs in _SCHEDULE.items()},
+                **{ours: schedule[theirs] for ours, theirs in SCHEDULE.items()},
                 "init_lr": args.get("lr_warmup_init", 0.0),
                 "decoupled_max_lr": decoupled,
                 "decoupled_min_lr": None

@@ -102,7 +102,17 @@ class Archive:
     def tensor(self, value: Any) -> ArchiveTensor | None:
         """Where a tensor of the value lies; None for what is none. Raises CheckpointError for one that is not whole and
         row-major, or lies outside of its storage."""
-        if isinstance(value, Inert) and value.path == "torch._utils._rebuild_parameter" and value.args:
+        if (
+            isinstance(value, Inert) and value.path == "torch._tensor._rebuild_from_type_v2"
+        ):  # it has attributes
+            match value.args:
+                case (type() as made, _, tuple() as args, _) if issubclass(made, Inert):
+                    value = made(*args)
+        if (
+            isinstance(value, Inert)
+            and value.path.startswith("torch._utils._rebuild_parameter")
+            and value.args
+        ):
             value = value.args[0]
         if not isinstance(value, Inert) or value.path != "torch._utils._rebuild_tensor_v2":
             return None

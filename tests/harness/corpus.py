@@ -25,4 +25,4 @@ def write(folder: Path, documents: int = 40, words: int = 1600) -> None:
         lines = []
         while sentence := [word for word, _ in zip(drawn, range(draw.randint(4, 14)), strict=False)]:
             lines.append(" ".join(sentence).capitalize() + ".")
-        (folder / f"{number:02d}.md").write_text(f"# Page {number}\n" + "\n".join(lines) + "\n")
+        (folder / f"{number or 'tour'}.md").write_text(f"# Page {number}\n" + "\n".join(lines) + "\n")

@@ -10,6 +10,8 @@ from megatron.core.dist_checkpointing.loading import load_pieces
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.interchange.hf_folder import HFSource, open_folder
+from megatron.interchange.known import ARCHITECTURES
+from tools.conversion.source_reader import view
 
 VOCAB, POSITIONS = 61, 32
 _SIZES = {
@@ -101,3 +103,16 @@ def our_model(folder: Path, dtype: torch.dtype = torch.float32, padding: int = 0
     ]
     load_pieces(source, pieces)
     return model.eval()
+
+
+@torch.no_grad()
+def copy_weights(theirs, ours: GPTModel) -> None:
+    """A transformers model's weights into ours of the same sizes, by the table of its architecture."""
+    tensors = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    rows = theirs.config.vocab_size
+    catalogue = ARCHITECTURES[theirs.config.model_type].catalogue(ours.config, rows, rows)
+    shapes = [{name: tuple(value.shape) for name, value in side.items()} for side in tensors]
+    assert catalogue.problems(ours=shapes[1], theirs=shapes[0]) == []
+    for move in catalogue.moves:
+        part = view(tensors[0][move.theirs.name], move.theirs.box)
+        view(tensors[1][move.ours.name], move.ours.box).copy_(part.t() if move.transposed else part)

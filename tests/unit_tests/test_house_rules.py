@@ -75,9 +75,7 @@ def test_nothing_unpickles_evaluates_or_executes():
     pickles = files_where(
         lambda node: any(name.split(".")[0] in ("pickle", "dill", "marshal") for name in imports(node))
     )
-    assert pickles == {
-        "megatron/interchange/inert_pickle.py"
-    }  # whose unpickler finds its own empty classes alone
+    assert pickles == set()  # inert_pickle carries opcodes out by itself
     assert not files_where(
         lambda node: (
             isinstance(node, ast.Call)

@@ -48,7 +48,8 @@ class Row:
 ENVIRONMENTS = {
     # Its writer of checkpoints needs psutil.
     "megatron-core-0.16.1": Row(("megatron-core==0.16.1", "psutil==7.2.2")),
-    "lm-eval-0.4.13": Row(("lm-eval==0.4.13",), checkout=True, dependencies=True),
+    # Its model of Hugging Face's needs accelerate.
+    "lm-eval-0.4.13": Row(("lm-eval==0.4.13", "accelerate==1.15.0"), checkout=True, dependencies=True),
 }
 
 
@@ -108,9 +109,9 @@ def environment(name: str) -> Environment:
         str(made.python),
         "install",
     ]
-    options = ["-q", "--only-binary", ":all:", *([] if row.dependencies else ["--no-deps"])]
-    if row.dependencies:
-        options += ["-c", str(ROOT / "requirements.lock")]
+    options = ["-q", "--only-binary", ":all:", "--no-deps"]
+    if row.dependencies:  # of which some are no wheels
+        options = ["-q", "--prefer-binary", "-c", str(ROOT / "requirements.lock")]
     done = subprocess.run([*pip, *options, *row.requirements], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UnavailableError(f"{name}: pip: {(done.stderr or done.stdout).strip()[-1000:]}")

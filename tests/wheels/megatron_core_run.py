@@ -3,7 +3,8 @@
 A job: model (fields of its TransformerConfig), gpt (arguments of its GPTModel), optimizer (fields of its
 OptimizerConfig), args (what a launch of Megatron-LM would keep in a checkpoint), tp, pp, vp, data (file of torch.save:
 tokens, labels [iterations, microbatches, micro batch size, sequence]), first and last iteration (counted from 0);
-load, load_optimizer, save, format (torch_dist, torch); losses: file for the losses, a JSON list.
+load, load_optimizer; save, save_before (an iteration), format (torch_dist, torch); losses: file for the losses, a JSON
+list.
 """
 
 import argparse
@@ -170,11 +171,11 @@ def run(ctx, job):
     data = torch.load(job["data"])
     if job.get("load"):
         trained.load(Path(job["load"]))
-    losses = [
-        trained.iteration(data["tokens"][n], data["labels"][n]) for n in range(job["first"], job["last"])
-    ]
-    if job.get("save"):
-        trained.save(Path(job["save"]), job["last"])
+    losses = []
+    for number in range(job["first"], job["last"]):
+        if number == job.get("save_before"):
+            trained.save(Path(job["save"]), number)
+        losses.append(trained.iteration(data["tokens"][number], data["labels"][number]))
     return losses
 
 

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.catalog import Found, OpenOther, choose, open_no_other
+from megatron.core.dist_checkpointing.catalog import Found, OpenOther, choose, config_of, open_no_other
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.core.words import counted, printable
+from megatron.training.config.config import Config
+from megatron.training.config.saved_config import check_config
 from tools.conversion.summary import folded, summary, summary_lines
 
 
@@ -25,6 +27,15 @@ def newest(folder: Path, ckpt_step: int | None = None, open_other: OpenOther = o
     for note in choice.notes:
         print(note, file=sys.stderr)
     return choice.found
+
+
+def config_in(found: Found) -> Config:
+    """The checked configuration of the run that has saved a checkpoint. Raises CheckpointError."""
+    saved = config_of(found, check_config)
+    try:
+        return Config.from_flat(saved)
+    except ValueError as error:
+        raise CheckpointError(f"{found.described_in}: {error}") from None
 
 
 def show(folder: Path, ckpt_step: int | None, *, verify: bool, as_json: bool) -> None:

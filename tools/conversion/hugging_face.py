@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import dataclasses
 import functools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.catalog import Found, config_of
+from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
-from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.rectangles import Rectangle
-from megatron.core.safe_files import publish_text, published, read_bytes, sync_directory
+from megatron.core.safe_files import publish_text, published, read_bytes, read_json, sync_directory
 from megatron.core.words import size_text
-from megatron.interchange.architecture import MEANINGLESS, Architecture, InterchangeError
+from megatron.interchange.architecture import MEANINGLESS, InterchangeError
 from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
-from megatron.interchange.known import ARCHITECTURES, architecture, expressing
+from megatron.interchange.known import architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
-from megatron.training.config.saved_config import check_config
-from tools.conversion.incoming import DTYPES, fingerprint, removed_if_refused, verify_files, write_checkpoint
+from megatron.training.config.saved_config import MODEL_PREFIX
+from tools.conversion.contents import config_in
+from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
+from tools.conversion.outgoing import reading, refuse_existing, stored_name
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader, relative, view
-from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
+from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, size_of, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 GENERATION = "generation_config.json"
-PREFIX, MAIN = "model.", "optimizer.main_weight."
 _MAX_COPIED_BYTES = 256 << 20
 
 
@@ -59,7 +57,7 @@ def import_folder(
         there = beside if _copy_tokenizer(folder, beside) else folder
         return {**opened.model.flags, **tokenizer_flags(there, opened.model.vocab_size)}
 
-    facts = [opened.json, {key: tuple(vars(array).values()) for key, array in opened.arrays.items()}]
+    facts = [opened.json, {key: dataclasses.astuple(array) for key, array in opened.arrays.items()}]
     return write_checkpoint(
         source, save, settings, opened.model.vocab_size, facts, dtype, max_shard_bytes, say
     )
@@ -104,26 +102,23 @@ def export_folder(
     of DTYPES, float32 from main weights where there are any; the weights' own if not given. A killed call goes on where
     it was. Raises CheckpointError, also where the checkpoint is removed or replaced meanwhile.
     """
-    if os.path.lexists(folder):
-        raise CheckpointError(f"{folder}: there already: give --hf another folder")
-    config = Config.from_flat(config_of(found, check_config))
+    refuse_existing(folder)
+    config = config_in(found)
     like = like or _origin(found, config)
     stated = _stated(like)
     padded = config.model.padded_vocab_size
     if padded is None:
         raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
     rows = min(padded, stated.get("vocab_size", padded))
-    exported = _architecture(model_type or stated.get("model_type"), config, rows)
+    model_type = model_type or stated.get("model_type")
+    exported = architecture(model_type) if model_type else expressing(config.model, rows)
     json_config = exported.write(config.model, rows)
     out = _Outgoing(found, exported.catalogue(config.model, rows, padded), dtype)
     files = out.files(max_shard_bytes)
     tag = fingerprint(found.manifest_sha256, exported.model_type, dtype, max_shard_bytes, rows)
     temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
-    with _still_there(found, temporary), SourceReader(found) as reader, ThreadPoolExecutor(1) as beside:
-        verified = beside.submit(verify_files, found)
+    with reading(found, temporary) as reader:
         write_files(temporary, files, functools.partial(out.values, reader), say, hashed=False)
-        with removed_if_refused(temporary):
-            verified.result()
     if like is not None:
         _copy_tokenizer(like, temporary)
     kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
@@ -139,28 +134,6 @@ def export_folder(
     os.rename(temporary, folder)
     sync_directory(folder.parent)
     return folder
-
-
-@contextlib.contextmanager
-def _still_there(found: Found, temporary: Path) -> Iterator[None]:
-    """A run that goes on may remove the checkpoint, or save its iteration again, while it is read."""
-    failure: Exception | None = None
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        failure = error
-    try:
-        same = read_manifest(found.directory)[1] == found.manifest_sha256
-    except CheckpointError:
-        same = False
-    if not same:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"{found.directory}: removed or replaced while it was read, as a run does that goes on (see "
-            "--save-retain-interval): call again, which takes the newest, or name one that stays by --ckpt-step"
-        ) from failure
-    if failure is not None:
-        raise failure
 
 
 def _index(files: Sequence[PlannedFile]) -> dict[str, Any]:
@@ -180,11 +153,11 @@ class _Outgoing:
     """Their tensors, made of a checkpoint's. dtype: the name of most of them in config.json."""
 
     def __init__(self, found: Found, catalogue: Catalogue, dtype: str | None) -> None:
-        names = (name for name in found.tensors if name.startswith(PREFIX))
-        weights = {name.removeprefix(PREFIX): tuple(found.tensors[name].shape) for name in names}
+        names = (name for name in found.tensors if name.startswith(MODEL_PREFIX))
+        weights = {name.removeprefix(MODEL_PREFIX): tuple(found.tensors[name].shape) for name in names}
         if problems := catalogue.problems(ours=weights):
             raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
-        self._source_of = {name: _stored_name(found, name, dtype) for name in weights}
+        self._source_of = {name: stored_name(found, name, dtype) for name in weights}
         self._moves: dict[str, list[Move]] = {}
         for move in catalogue.moves:
             self._moves.setdefault(move.theirs.name, []).append(move)
@@ -199,7 +172,7 @@ class _Outgoing:
     def files(self, max_shard_bytes: int) -> list[PlannedFile]:
         """In the order of the table, as transformers names and cuts them."""
         tensors = [StoredTensor(name, self._types[name], shape) for name, shape in self._shapes.items()]
-        by_file = in_files(tensors, max_shard_bytes)
+        by_file = in_files(tensors, size_of, max_shard_bytes)
         names = [
             f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)
         ]
@@ -226,12 +199,6 @@ class _Outgoing:
             yield out
 
 
-def _stored_name(found: Found, name: str, dtype: str | None) -> str:
-    """Main weights are what 16-bit weights are rounded from."""
-    main = MAIN + name
-    return main if dtype == "float32" and main in found.tensors else PREFIX + name
-
-
 def _origin(found: Found, config: Config) -> Path | None:
     """Where the model's tokenizer and its own config.json are: beside the checkpoints, or where the flags say."""
     if (beside := found.directory.parent / BESIDE).is_dir():
@@ -245,11 +212,5 @@ def _origin(found: Found, config: Config) -> Path | None:
 def _stated(like: Path | None) -> dict[str, Any]:
     if like is None or not (like / CONFIG).is_file():
         return {}
-    value = json.loads(read_bytes(like / CONFIG, max_bytes=4 << 20, follow=True))
+    value = read_json(like / CONFIG, max_bytes=4 << 20, follow=True)
     return value if isinstance(value, dict) else {}
-
-
-def _architecture(model_type: str | None, config: Config, vocab_size: int) -> Architecture:
-    if model_type in ARCHITECTURES or model_type is not None:
-        return architecture(model_type)
-    return expressing(config.model, vocab_size)

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from megatron.core.dist_checkpointing.catalog import (
 from megatron.core.dist_checkpointing.files import CheckpointError, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
-    ChunkEntry,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -36,15 +36,16 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.dist_checkpointing.source import TensorSource
-from megatron.core.rectangles import Dims
+from megatron.core.dist_checkpointing.storage import describe_tensors, shard_name
 from megatron.core.safe_files import publish_text
 from megatron.core.transport.rank_grid import AXES
-from megatron.training.config.saved_config import model_config
+from megatron.training.config.saved_config import MODEL_PREFIX, model_config
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, write_files
+from tools.conversion.stream import bands, in_files, planned_file, size_of, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+NO_STATE: Mapping[str, Any] = MappingProxyType({"iteration": 0, "consumed_train_samples": 0})
 
 
 def write_checkpoint(
@@ -56,45 +57,46 @@ def write_checkpoint(
     dtype: str | None,
     max_shard_bytes: int,
     say: Say,
+    state: Mapping[str, Any] = NO_STATE,
 ) -> Path:
-    """Write iteration 0 of a source's tensors into `save`; its directory.
+    """Write a source's tensors into `save`; its directory.
 
     settings: our fields of the model and its tokenizer, asked for once all tensors are written. rows: of the padded
     vocabulary. facts_of_source: what tells it from another, so that a killed call goes on where it was. dtype: a key of
-    DTYPES; as stored if not given. Raises CheckpointError.
+    DTYPES; as stored if not given. state: sections of `common`, with the counters. Raises CheckpointError.
     """
-    target = save / directory_name(0)
+    target = save / directory_name(state["iteration"])
     files = [(file, *_last_change(source, file)) for file in source.files]
     mark = fingerprint(*facts_of_source, files, dtype, max_shard_bytes)
     if os.path.lexists(target):
-        return _finished(target, mark, say)
+        return _finished(target, mark, say, state["iteration"])
     stored = {name: DTYPES[dtype] if dtype else entry.dtype for name, entry in source.tensors.items()}
-    facts = {
-        f"{name}[{_box_text(entry.shape)}]": PieceFacts(
-            name, stored[name], entry.shape, (0,) * len(entry.shape), entry.shape
-        )
+    pieces = [
+        PieceFacts(name, stored[name], entry.shape, (0,) * len(entry.shape), entry.shape)
         for name, entry in source.tensors.items()
-    }
-    by_file = in_files([piece.stored for piece in facts.values()], max_shard_bytes)
-    planned = [
-        planned_file(f"shard_{number:05d}.safetensors", sorted(tensors, key=lambda tensor: tensor.rank))
-        for number, tensors in enumerate(by_file)
     ]
-    temporary = save / directory_name(0, CheckpointKind.TEMPORARY, mark)
+    name_of = {piece.stored.key: piece.name for piece in pieces}
+    plans = in_files(pieces, lambda piece: size_of(piece.stored), max_shard_bytes)
+    planned = [
+        planned_file(shard_name(number), sorted((piece.stored for piece in plan), key=lambda one: one.rank))
+        for number, plan in enumerate(plans)
+    ]
+    temporary = save / directory_name(state["iteration"], CheckpointKind.TEMPORARY, mark)
     verify_files(source)
     with SourceReader(source) as reader:
 
         def values(tensor: StoredTensor) -> Iterator[Tensor]:
             for band in bands(tensor):
-                yield reader.read(facts[tensor.key].name, band).to(TORCH_DTYPES[tensor.dtype])
+                yield reader.read(name_of[tensor.key], band).to(TORCH_DTYPES[tensor.dtype])
 
         entries = write_files(temporary, planned, values, say)
     with removed_if_refused(temporary):
         verify_files(source)
-    settings_of_run = model_config(settings(), rows, set(stored.values()))
-    manifest = _manifest(settings_of_run, facts, planned, entries, mark)
+    weights = {kind for name, kind in stored.items() if name.startswith(MODEL_PREFIX)}
+    common = {**state, "config": model_config(settings(), rows, weights), "imported": mark}
+    manifest = _manifest(common, describe_tensors(plans), entries)
     write_file(temporary / MANIFEST_NAME, [manifest.to_bytes()])
-    for note in commit.commit(temporary, save, 0, may_replace=False):
+    for note in commit.commit(temporary, save, state["iteration"], may_replace=False):
         say(note)
     return target
 
@@ -120,19 +122,15 @@ def removed_if_refused(temporary: Path) -> Iterator[None]:
         raise
 
 
-def _finished(target: Path, mark: str, say: Say) -> Path:
+def _finished(target: Path, mark: str, say: Say, iteration: int) -> Path:
     """Where the same call was killed behind the rename. Raises CheckpointError for any other checkpoint."""
     with contextlib.suppress(CheckpointError):
-        if open_directory(target, 0).manifest.common.get("imported") == mark:
+        if open_directory(target, iteration).manifest.common.get("imported") == mark:
             say(f"{target}: finished by an earlier call")
             if read_tracker(target.parent) is None:
-                publish_text(target.parent / TRACKER_NAME, "0")
+                publish_text(target.parent / TRACKER_NAME, str(iteration))
             return target
     raise CheckpointError(f"{target}: there already: give --save another folder")
-
-
-def _box_text(shape: Dims) -> str:
-    return ",".join(f"0:{size}" for size in shape)
 
 
 def fingerprint(*facts: Any) -> str:
@@ -141,34 +139,19 @@ def fingerprint(*facts: Any) -> str:
 
 
 def _manifest(
-    config: Mapping[str, Any],
-    facts: Mapping[str, PieceFacts],
-    files: Sequence[PlannedFile],
-    entries: Mapping[str, FileEntry],
-    mark: str,
+    common: Mapping[str, Any], tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry]
 ) -> Manifest:
-    tensors = {
-        fact.name: TensorEntry(
-            fact.dtype,
-            fact.global_shape,
-            (ChunkEntry(fact.offset, fact.shape, file.name, tensor.key, begin),),
-        )
-        for file in files
-        for tensor, begin in zip(file.tensors, file.begins, strict=True)
-        for fact in (facts[tensor.key],)
-    }
-    counters = {"iteration": 0, "consumed_train_samples": 0}
-    common = json.loads(canonical({"config": config, **counters, "imported": mark}))
+    common = json.loads(canonical(dict(common)))
     return Manifest(
-        iteration=0,
-        consumed_train_samples=0,
+        iteration=common["iteration"],
+        consumed_train_samples=common["consumed_train_samples"],
         world_size=1,
         topology=dict.fromkeys(AXES, 1),
         config_hash=config_digest(common),
         code_version=__version__,
         torch_version=torch.__version__,
-        files=dict(entries),
+        files=files,
         tensors=tensors,
         common=common,
-        per_rank=({},),
+        per_rank=(None,),  # nobody's random generators
     )

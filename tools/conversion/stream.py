@@ -11,9 +11,9 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import sync_directory
 from megatron.core.words import size_text
 from tools.conversion.progress import Say, WriteProgress
+
+Item = TypeVar("Item")
 
 
 class PlannedFile(NamedTuple):
@@ -59,6 +61,11 @@ def bands(tensor: StoredTensor) -> Iterator[Rectangle]:
         yield Rectangle((first, *(0 for _ in columns)), shape) if tensor.shape else Rectangle((), ())
 
 
+def size_of(tensor: StoredTensor) -> int:
+    """Bytes of its values."""
+    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+
+
 def planned_file(
     name: str, tensors: Sequence[StoredTensor], metadata: dict[str, str] | None = None
 ) -> PlannedFile:
@@ -67,18 +74,40 @@ def planned_file(
     return PlannedFile(name, header, tuple(tensors), tuple(places[:-1]), places[-1])
 
 
-def in_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Tensors in their order, in files of at most `max_bytes` of data unless one tensor is larger. Never empty."""
-    files: list[list[StoredTensor]] = [[]]
+def in_files(items: Iterable[Item], size: Callable[[Item], int], max_bytes: int) -> list[list[Item]]:
+    """In their order, in files of at most `max_bytes` of data unless one of them is larger. Never empty."""
+    files: list[list[Item]] = [[]]
     held = 0
-    for tensor in tensors:
-        size = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-        if files[-1] and held + size > max_bytes:
+    for item in items:
+        if files[-1] and held + size(item) > max_bytes:
             files.append([])
             held = 0
-        files[-1].append(tensor)
-        held += size
+        files[-1].append(item)
+        held += size(item)
     return files
+
+
+def write_missing(
+    directory: Path,
+    sizes: Mapping[str, int],
+    finished: Collection[str],
+    write: Callable[[str, WriteProgress], None],
+    say: Say,
+) -> None:
+    """Write the files of a result, by name their sizes, that no earlier call has finished. Raises CheckpointError,
+    before anything is made where there is no space for them."""
+    missing = [name for name in sizes if name not in finished]
+    num_bytes = sum(sizes[name] for name in missing)
+    _check_space(directory, num_bytes)
+    directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
+    if finished:
+        say(f"{len(finished)} of {len(sizes)} files are finished, by an earlier call")
+    progress = WriteProgress(num_bytes, len(sizes), say)
+    for number, name in enumerate(sizes, 1):
+        if name in missing:
+            progress.begin_file(name, number)
+            write(name, progress)
+    progress.end()
 
 
 def write_files(
@@ -93,34 +122,30 @@ def write_files(
 
     Raises CheckpointError, before anything is made where there is no space for it.
     """
-    finished = {file.name for file in files if _is_finished(directory / file.name, file)}
-    missing = [file for file in files if file.name not in finished]
-    _check_space(directory, missing)
-    directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    if finished:
-        say(f"{len(finished)} of {len(files)} files are finished, by an earlier call")
-    progress = WriteProgress(sum(file.num_bytes for file in missing), len(files), say)
-    entries = {}
-    for number, file in enumerate(files, 1):
-        path = directory / file.name
-        if file.name in finished:
-            with open_regular(path) as fd:
-                entries[file.name] = sha256_of(fd, path, file.num_bytes) if hashed else ""
-        else:
-            progress.begin_file(file.name, number)
-            entries[file.name] = _write(path, file, values, progress, hashed)
-    progress.end()
-    return {file.name: FileEntry(file.num_bytes, entries[file.name]) for file in files}
+    planned, entries = {file.name: file for file in files}, dict[str, FileEntry]()
+    finished = [name for name, file in planned.items() if _is_finished(directory / name, file)]
+
+    def write(name: str, progress: WriteProgress) -> None:
+        file, path = planned[name], directory / name
+        entries[name] = FileEntry(file.num_bytes, _write(path, file, values, progress, hashed))
+
+    for name in planned.keys() - finished:  # what a killed call has left half written
+        _part(directory / name).unlink(missing_ok=True)
+    write_missing(directory, {file.name: file.num_bytes for file in files}, finished, write, say)
+    for name in finished:
+        num_bytes = planned[name].num_bytes
+        with open_regular(directory / name) as fd:
+            digest = sha256_of(fd, directory / name, num_bytes) if hashed else ""
+        entries[name] = FileEntry(num_bytes, digest)
+    return {name: entries[name] for name in planned}
 
 
-def _check_space(directory: Path, missing: Sequence[PlannedFile]) -> None:
-    """What a killed call has left half written is given back first."""
+def _check_space(directory: Path, needed: int) -> None:
+    """Raises CheckpointError where a folder that may not be there yet has no space for so many bytes."""
     there = directory
     while not there.exists():
         there = there.parent
-    for file in missing:
-        _part(directory / file.name).unlink(missing_ok=True)
-    needed, free = sum(file.num_bytes for file in missing), shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free
     if needed > free:
         raise CheckpointError(
             f"{directory}: no space: {size_text(needed)} needed, {size_text(free)} free on that file system; "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.core import safe_files
 from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from megatron.core.tokenizers.tokenizer import NullTokenizer, Tokenizer
+from tools.json_lines import json_object, text_in
 
 MAX_TEXT_BYTES = 1 << 32  # of a file that is one document
 
@@ -52,22 +52,14 @@ def _texts(file: str) -> Iterator[tuple[str, str]]:
         with safe_files.opened(file, follow=True) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield f"{file}:{number}", _text_of(line, f"{file}:{number}")
+                    where = f"{file}:{number}"
+                    try:
+                        text = text_in(json_object(line), "text")
+                    except ValueError as error:
+                        raise ValueError(f"{where}: {error}") from None
+                    yield where, text
     except OSError as error:
         raise ValueError(f"--text {file}: {error.strerror}") from error
-
-
-def _text_of(line: bytes, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError(f"{where}: nested too deeply") from None
-    except ValueError as error:  # UnicodeDecodeError among them
-        raise ValueError(f"{where}: not JSON: {error}") from None
-    text = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f'{where}: expected a JSON object with text in the field "text"')
-    return text
 
 
 def of_corpora(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> Iterator[Document]:

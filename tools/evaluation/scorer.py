@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron.core.models.gpt.generate import stage_forward
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.transport.collectives import Pending, broadcast
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.transport.point_to_point import send_receive
 
 
 class Scorer:
@@ -21,11 +21,8 @@ class Scorer:
 
     def __init__(self, model: GPTModel, ps: ParallelState) -> None:
         self.model, self.ps = model, ps
-        weight = next(model.parameters())
-        self._dtype, self._device = weight.dtype, ps.device.torch_device
-        if model.config.fp32_residual_connection:
-            self._dtype = torch.promote_types(self._dtype, torch.float32)
-        self._sent: deque[tuple[Pending, Tensor]] = deque()
+        self._device = ps.device.torch_device
+        self._sent: deque[tuple[list[Pending], Tensor]] = deque()
 
     def rows(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[b, s] int64, filled up behind the rows' ends, where causal attention lets nobody look."""
@@ -37,36 +34,22 @@ class Scorer:
         lengths = torch.tensor(list(map(len, rows)), device=self._device)
         return torch.arange(int(max(map(len, rows))), device=self._device) < lengths[:, None]
 
-    @torch.no_grad()
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor | None:
         """Of the last stage, losses [b, s] of labels, or logits [b, s, v]; None of others. Communicates over tp and the
         pipeline."""
-        model, ps = self.model, self.ps
-        if not model.pre_process:
-            hidden = torch.empty(
-                tokens.shape[1],
-                tokens.shape[0],
-                model.config.hidden_size,
-                dtype=self._dtype,
-                device=self._device,
-            )
-            _, (arrival,) = send_receive([], [(hidden, ps.pp_rank - 1)], ps.pp_forward_group)
-            arrival.wait()
-            model.set_input_tensor(hidden)
         positions = torch.arange(tokens.shape[1], device=self._device).expand_as(tokens)
-        out = model(tokens, positions, labels=labels)
-        if model.post_process:
+        out, sending = stage_forward(self.model, tokens, positions, self.ps, labels=labels)
+        if self.model.post_process:
             return out
-        out = out.contiguous()
-        (sending,), _ = send_receive([(out, ps.pp_rank + 1)], [], ps.pp_forward_group)
         self._sent.append((sending, out))
-        self.finish(ps.pp_size)
+        self.finish(self.ps.pp_size)
         return None
 
     def finish(self, under_way: int = 0) -> None:
         """Wait until the next stage has taken all but `under_way` of the batches."""
         while len(self._sent) > under_way:
-            self._sent.popleft()[0].wait()
+            for sending in self._sent.popleft()[0]:
+                sending.wait()
 
     @torch.no_grad()
     def likelihoods(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core import safe_files
+from tools.json_lines import json_object, text_in
 
 MAX_FILE_BYTES = 1 << 30
 STDIN = "-"
@@ -65,15 +65,5 @@ def _lines(file: str) -> Iterator[tuple[str, str]]:
 
 def _of_json(line: str, where: str) -> Prompt:
     """Raises ValueError."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
-    text = row.get("prompt", row.get("text"))
-    if not isinstance(text, str):
-        raise ValueError('expected text in the field "prompt" or "text"')
-    return Prompt(text, where, row.get("id"))
+    row = json_object(line)
+    return Prompt(text_in(row, "prompt", "text"), where, row.get("id"))

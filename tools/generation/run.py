@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.dist_checkpointing.agree import gather_json, step
+from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.models.gpt.generate import Completion, Sampling, generate, too_long
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.tokenizers.build import build_from_config
@@ -20,7 +20,7 @@ from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from tools.generation.prompts import Prompt, read_prompts
 from tools.generation.writer import Writer, Written
-from tools.inference import chosen_device, filled_model, join_ranks, open_checkpoint
+from tools.inference import bytes_left, filled_model, join_and_open
 from tools.tokenizer_flags import tokenizer_config
 
 
@@ -31,28 +31,30 @@ def run(args: argparse.Namespace, env: LaunchEnv, problems: list[str]) -> None:
     """
     prompts, wrong = read_prompts(args.prompt, args.prompts) if env.rank == 0 else ([], [])
     try:
-        args.device = chosen_device(args.device)
-    except ValueError as error:
-        problems.append(str(error))
-    try:
         temperature = 0.0 if args.greedy else args.temperature
         sampling = Sampling(temperature, args.top_k, args.top_p, args.seed)
     except ValueError as error:
         problems.append(str(error))
     if problems or (wrong and env.world_size == 1):
         raise ValueError("\n".join(problems + wrong))
-    ps = join_ranks(args, env)
+    ps, config, load = join_and_open(args, env)
     prompts, wrong = gather_json((prompts, wrong), ps)[0]
     prompts = [Prompt(*one) for one in prompts]
-    with step() as opened:
-        config, load = open_checkpoint(args.load, args.ckpt_step)
-    opened.gather(ps)
+    if args.fp32:
+        config = config.replace(bf16=False, fp16=False)
     tokenizer = build_from_config(tokenizer_config(args, config.tokenizer))
     ids, unfit = tokenized(prompts, tokenizer, config, args.max_new_tokens)
     lengths = sorted(map(len, ids))
     too_large = size_problems(args, config, tokenizer.vocab_size, lengths, ps, env.local_world_size)
     if found := next(filter(None, gather_json([*wrong, *unfit, *too_large], ps)), None):
         raise ValueError("\n".join(found))
+    positions, asked = config.model.max_position_embeddings, lengths[-1] + args.max_new_tokens
+    if asked > positions and env.rank == 0:  # of rotary ones, or of none
+        print(
+            f"note: {asked} tokens go beyond the {positions} positions that the model was made for "
+            "(--max-position-embeddings); it has no attention window, whatever it had where it was imported from",
+            file=sys.stderr,
+        )
     model = filled_model(config, load, ps)
     write(args, prompts, ids, model, tokenizer, sampling, ps)
     destroy_process_group(ps)
@@ -110,7 +112,7 @@ def write(
 def tokenized(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, config: Config, max_new_tokens: int
 ) -> tuple[list[list[int]], list[str]]:
-    """Ids of each prompt, and what is wrong with any of them. Says where a model goes on behind its positions."""
+    """Ids of each prompt, and what is wrong with any of them."""
     found, problems = [], []
     for prompt in prompts:
         try:
@@ -146,9 +148,7 @@ def size_problems(
     tokens = rows * (max(lengths, default=0) + args.max_new_tokens)
     itemsize = getattr(torch, config.params_dtype).itemsize
     needed = tokens * 2 * layers * groups * model.kv_channels * itemsize  # keys and values
-    available = ps.device.free_bytes()
-    if available is not None and ps.device.kind == "cpu":
-        available //= here
+    available = bytes_left(ps, here)
     if available is not None and needed > available:
         found.append(
             f"--max-new-tokens {args.max_new_tokens}: keys and values of {counted(rows, 'prompt')} take "

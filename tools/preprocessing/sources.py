@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import glob
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from megatron.core import safe_files
 from megatron.core.datasets.errors import DataError, data_errors
+from tools.json_lines import json_object
 
 CHUNK_BYTES = 8 << 20
 CHUNK_FILES = 4096
@@ -164,9 +164,7 @@ def _lines(chunk: TextChunk) -> Iterator[tuple[int, bytes]]:
 def _json_document(path: str, offset: int, line: bytes, keys: Sequence[str]) -> Document:
     document: Document = {}
     try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise DataError(f"expected a JSON object, found {type(row).__name__}")
+        row = json_object(line)
         for key in keys:
             if key not in row:
                 raise DataError(f"no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
@@ -175,12 +173,8 @@ def _json_document(path: str, offset: int, line: bytes, keys: Sequence[str]) -> 
                 raise DataError(f"key {key!r}: expected text, or a list of texts")
             # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes a byte that is no UTF-8, and is counted.
             document[key] = [text.encode("utf-8", "surrogatepass") for text in texts]
-    except DataError as error:
-        raise DataError(f"{_place(path, offset)}: {error}") from None
-    except RecursionError as error:
-        raise DataError(f"{_place(path, offset)}: nested too deeply") from error
     except ValueError as error:
-        raise DataError(f"{_place(path, offset)}: not JSON: {error}") from error
+        raise DataError(f"{_place(path, offset)}: {error}") from None
     return document
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import re
@@ -10,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.core.safe_files import read_text
+from megatron.core.safe_files import read_rows
 from megatron.core.words import unit_of_bytes
 from tools.drawing.charts import LARGEST, Mark, Points, Series, line_chart
 from tools.drawing.page import COLOURS, Key, Picture
@@ -26,16 +25,12 @@ MARKS = {
 }
 
 
-def _rows(name: str) -> list[dict[str, str]]:
-    text = read_text(Path(__file__).with_name(name), max_bytes=1 << 16, follow=True)
-    return [*csv.DictReader(text.splitlines())]
-
-
+_HERE = Path(__file__)
 # A chart a row. title: with the unit that `units_of` chooses. tags: a pattern. words: "log", the vertical axis is
 # logarithmic where values span more than a factor of 50; "zero", it starts at 0; "varied", there is a chart only where
 # values change.
-CHARTS = _rows("charts.csv")
-_WORDS = {row["tag"]: row["words"] for row in _rows("words.csv")}
+CHARTS = read_rows(_HERE.with_name("charts.csv"))
+_WORDS = {row["tag"]: row["words"] for row in read_rows(_HERE.with_name("words.csv"))}
 
 
 def words_of(tag: str) -> str:

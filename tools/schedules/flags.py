@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from megatron.command import program
 from megatron.core.parallelism_config import bytes_of
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
@@ -22,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, 
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.sharding_table import STRATEGIES
 from megatron.core.words import plain
-from tools.commands import as_called
+from tools.flags import add_flags, script_parser
 from tools.schedules.held_over_time import size_of
 
 ALL = "all"
@@ -56,62 +55,46 @@ def whole_number(text: str) -> int:
 
 def parser(description: str | None, formats: Sequence[str]) -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog=program("show_schedule.py"),
-        description=as_called(description or ""),
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = script_parser("show_schedule.py", description)
     names = f"{', '.join(SCHEDULES)}; {AUTO}: the fastest that fits, with its reasons; {ALL}: each of them"
-    made.add_argument("--schedule", nargs="+", metavar="NAME", help=names)
-    made.add_argument("--stages", type=int, metavar="P", help="pipeline ranks")
-    made.add_argument("--microbatches", type=int, metavar="M")
-    made.add_argument("--chunks", type=int, metavar="V", help="chunks a stage; default: the schedule's")
-    made.add_argument(
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        type=int,
-        dest="group_size",
-        metavar="G",
-        help="microbatches that a chunk takes in turn, of interleaving; default: one a stage",
+    plan = {
+        "--schedule NAME...": names,
+        "--stages N": "pipeline ranks",
+        "--microbatches N": "",
+        "--chunks N": "chunks a stage; default: the schedule's",
+    }
+    add_flags(made, plan)
+    group = "microbatches that a chunk takes in turn, of interleaving; default: one a stage"
+    add_flags(made, {"--microbatch-group-size-per-virtual-pipeline-stage N": group}, dest="group_size")
+    time = "time of a whole stage's {}: one number, or one a stage, with blanks or commas (default 1)"
+    by_stage = {
+        "--time-f T...": time.format("forward"),
+        "--time-b T...": time.format("input gradient"),
+        "--time-w T...": time.format("weight gradient"),
+        "--memory-limit A...": "most activation of a rank, in units of one microbatch's whole-stage activation: one "
+        "number, or one a rank; searched schedules are made for it, the others must fit",
+    }
+    add_flags(made, by_stage, type=numbers)
+    costs = {
+        "--time-comm T": "latency of a transfer (default 0)",
+        "--memory-after-b SHARE=1": "what is held between B and W, as a share of an activation; may be above 1",
+    }
+    add_flags(made, costs, type=at_least_0)
+    message = (
+        "bytes of a transfer: micro-batch x sequence x hidden x 2 in bf16, over --tensor-model-parallel-size under "
+        "sequence parallel; for p2p_bytes of json, which is null without"
     )
-    for name, what in (("f", "forward"), ("b", "input gradient"), ("w", "weight gradient")):
-        made.add_argument(
-            f"--time-{name}",
-            type=numbers,
-            nargs="+",
-            metavar="T",
-            help=f"time of a whole stage's {what}: one number, or one a stage, with blanks or commas (default 1)",
-        )
-    made.add_argument("--time-comm", type=at_least_0, metavar="T", help="latency of a transfer (default 0)")
-    made.add_argument(
-        "--message-bytes",
-        type=whole_number,
-        metavar="N",
-        help="bytes of a transfer: micro-batch x sequence x hidden x 2 in bf16, over --tensor-model-parallel-size "
-        "under sequence parallel; for p2p_bytes of json, which is null without",
-    )
-    made.add_argument(
-        "--memory-limit",
-        type=numbers,
-        nargs="+",
-        metavar="A",
-        help="most activation of a rank, in units of one microbatch's whole-stage activation: one number, or one a "
-        "rank; searched schedules are made for it, the others must fit",
-    )
-    made.add_argument(
-        "--memory-after-b",
-        type=at_least_0,
-        default=1.0,
-        metavar="SHARE",
-        help="what is held between B and W, as a share of an activation; may be above 1 (default 1)",
-    )
-    kinds = "several schedules: text, json, table, html, svg"
-    made.add_argument("--format", choices=formats, default="text", help=kinds)
-    made.add_argument("--html", type=Path, metavar="FILE", help="compare the schedules on one page")
-    made.add_argument("--pictures", type=Path, metavar="DIR", help="a small NAME.svg a schedule, on one axis")
-    made.add_argument("--playground", type=Path, metavar="FILE", help="a page with sliders, of nothing else")
-    made.add_argument("--measured", type=Path, metavar="DIR", help="set this run's timeline beside the plan")
-    made.add_argument("--iteration", type=int, metavar="N", help="of --measured; default: the last one")
+    add_flags(made, {"--message-bytes N": message}, type=whole_number)
+    kinds = {"--format NAME=text": "several schedules: text, json, table, html, svg"}
+    add_flags(made, kinds, choices=formats, metavar=None)
+    files = {
+        "--html FILE": "compare the schedules on one page",
+        "--pictures DIR": "a small NAME.svg a schedule, on one axis",
+        "--playground FILE": "a page with sliders, of nothing else",
+        "--measured DIR": "set this run's timeline beside the plan",
+    }
+    add_flags(made, files, type=Path)
+    add_flags(made, {"--iteration N": "of --measured; default: the last one"})
     _add_data_parallel_flags(made)
     return made
 
@@ -119,44 +102,25 @@ def parser(description: str | None, formats: Sequence[str]) -> argparse.Argument
 def _add_data_parallel_flags(made: argparse.ArgumentParser) -> None:
     """Named as the trainer's."""
     group = made.add_argument_group("gathers and reductions, of one schedule, as text, json or page")
-    group.add_argument(
-        "--data-parallel-size", type=whole_number, metavar="N", help="ranks that share each stage"
+    budget = (
+        "of policy budget: what a rank may keep whole beyond policy memory; in layers without --layer-bytes"
     )
-    group.add_argument(
-        "--num-layers", type=whole_number, metavar="L", help="layers of the model, each a unit; all are equal"
-    )
-    group.add_argument(
-        "--data-parallel-sharding-strategy",
-        choices=(*STRATEGIES, AUTO),
-        help=f"what is cut (default optim_grads_params; under --rank-memory-limit {AUTO}, which tries them)",
-    )
-    group.add_argument(
-        "--fsdp-reshard-policy",
-        choices=POLICIES,
-        default="memory",
-        help="how long units stay whole (default memory)",
-    )
-    group.add_argument(
-        "--fsdp-memory-budget",
-        type=whole_number,
-        metavar="BYTES",
-        help="of policy budget: what a rank may keep whole beyond policy memory; in layers without --layer-bytes",
-    )
-    group.add_argument(
-        "--rank-memory-limit",
-        type=bytes_of,
-        metavar="BYTES",
-        help="what a rank may hold in all, as in 75G: choose under it, of a model by the trainer's flags",
-    )
-    group.add_argument(
-        "--layer-bytes", type=whole_number, metavar="N", help="of a layer's weights, and of its gradients"
-    )
-    group.add_argument(
-        "--time-gather",
-        type=at_least_0,
-        default=0.0,
-        metavar="T",
-        help="time of one layer's gather, and of its reduction (default 0)",
+    sizes = {
+        "--data-parallel-size N": "ranks that share each stage",
+        "--num-layers N": "layers of the model, each a unit; all are equal",
+        "--fsdp-memory-budget BYTES": budget,
+        "--layer-bytes N": "of a layer's weights, and of its gradients",
+    }
+    add_flags(group, sizes, type=whole_number)
+    cut = f"what is cut (default optim_grads_params; under --rank-memory-limit {AUTO}, which tries them)"
+    strategies = (*STRATEGIES, AUTO)
+    add_flags(group, {"--data-parallel-sharding-strategy NAME": cut}, choices=strategies, metavar=None)
+    policy = {"--fsdp-reshard-policy NAME=memory": "how long units stay whole"}
+    add_flags(group, policy, choices=POLICIES, metavar=None)
+    limit = "what a rank may hold in all, as in 75G: choose under it, of a model by the trainer's flags"
+    add_flags(group, {"--rank-memory-limit BYTES": limit}, type=bytes_of)
+    add_flags(
+        group, {"--time-gather T=0": "time of one layer's gather, and of its reduction"}, type=at_least_0
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.datasets import blend as blends
 from megatron.core.datasets.blend import SPLIT_NAMES, Blend
 from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_dataset_config import indices_folder
+from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.datasets.gpt_samples import Corpus, GPTDataset, MockCorpus, SampleFormat
 from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockDataset
@@ -59,6 +60,49 @@ class GPTDatasetSpec:
         if self.blend_per_split is not None and self.split is not None:
             per_split = "with --train-data-path and the like leave it out"
             raise DataError(f"--split divides the corpora of --data-path; {per_split}")
+
+
+def spec_of(data: DataConfig, sample: Mapping[str, Any], **more: Any) -> GPTDatasetSpec:
+    """What the flags of data describe. sample: further fields of `SampleFormat`. more: fields of the spec. Raises
+    DataError."""
+    resets = "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
+    return GPTDatasetSpec(
+        SampleFormat(**{name: getattr(data, name) for name in resets}, **sample),
+        **_corpora(data),
+        cache_path=data.data_cache_path,
+        surplus=data.mid_level_dataset_surplus,
+        full_validation=data.full_validation,
+        multiple_validation_sets=data.multiple_validation_sets,
+        **more,
+    )
+
+
+def prefixes_of(data: DataConfig) -> list[str]:
+    """All corpora of the flags, each once. Raises DataError."""
+    named = _corpora(data)
+    parts = named.get("blend_per_split", (named.get("blend"),))
+    return [*dict.fromkeys(prefix for blend in parts if blend for prefix in blend.prefixes)]
+
+
+def _corpora(data: DataConfig) -> dict[str, Any]:
+    """Which of GPTDatasetSpec's three ways of naming corpora the flags use. Raises DataError."""
+    if data.mock_data:
+        return {"mock": True}
+    if data.per_split_data_args_path is not None:
+        return {"blend_per_split": blends.read_per_split_file(data.per_split_data_args_path)}
+    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if any(per_split):
+        named = zip(SPLIT_NAMES, per_split, strict=True)
+        made = (blends.parse_blend(words, f"--{name}-data-path") if words else None for name, words in named)
+        return {"blend_per_split": tuple(made)}
+    if data.data_args_path is not None:
+        return {"blend": blends.read_blend_file(data.data_args_path), "split": data.split}
+    if data.data_path is None:  # of a trainer whose flags were read without asking what its provider needs
+        raise DataError(
+            "no training data is named, and build_gpt_datasets reads what the flags name: give --data-path PREFIX "
+            "(made by tools/preprocess_data.py), or --mock-data for a trial"
+        )
+    return {"blend": blends.parse_blend(data.data_path), "split": data.split}
 
 
 class Datasets(NamedTuple):

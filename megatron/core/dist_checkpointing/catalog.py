@@ -308,18 +308,6 @@ def _try_open(directory: Path, iteration: int) -> Found | str:
 CheckConfig = Callable[[Found, dict[str, Any]], None]
 
 
-def checkpoint_config(
-    load_dir: str, ckpt_step: int | None = None, check_config: CheckConfig | None = None
-) -> dict[str, Any] | None:
-    """The flat configuration that a checkpoint was saved with, from its manifest alone; None when there is none.
-
-    For `--use-checkpoint-args`: plain JSON values (tuples came back as lists). Raises CheckpointError as `choose` and
-    as `check_config`.
-    """
-    found = choose(Path(load_dir), ckpt_step).found
-    return None if found is None else config_of(found, check_config)
-
-
 def config_of(found: Found, check_config: CheckConfig | None = None) -> dict[str, Any]:
     """The flat configuration that a checkpoint was saved with, its texts printable, since they come to be shown."""
     config = found.manifest.common.get("config")

@@ -54,12 +54,14 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], *, hashed: bool 
 
 @contextlib.contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """What the system refuses inside, as a CheckpointError that names the file."""
+    """What the system refuses inside, and a ValueError, as a CheckpointError that names the file."""
     try:
         yield
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename or path}: missing") from None
-    except UnsafeFileError as error:
+    except (UnsafeFileError, ValueError) as error:
         raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror}") from error

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.safe_files import kind_of
+from megatron.core.safe_files import kind_of, read_rows
 
 CONVERSION = "converting other formats is planned, see docs/roadmap.md, 'checkpoint conversion'"
 MAX_NAMES = 10_000  # looked at in one folder
@@ -18,14 +18,14 @@ HUGGING_FACE, MEGATRON = "hf", "megatron"
 
 
 class Format(NamedTuple):
-    """patterns: of names in a checkpoint's directory, each of which has a match. under: of the directory's own name, or
-    "" for the folder that was named itself, where it has to be one of a kind. read_as: the flag with which
-    `tools/checkpoint.py import` reads it, as a run's --load does; "" for what is not read."""
+    """A row of the table. patterns: of names in a checkpoint's directory, each of which has a match. under: of
+    the directory's own name, or "" for the folder that was named itself, where it has to be one of a kind. read_as: the
+    flag with which `tools/checkpoint.py import` reads it, as a run's --load does; "" for what is not read."""
 
     name: str
     patterns: tuple[str, ...]
-    under: str = "*"
-    read_as: str = ""
+    under: str
+    read_as: str
 
 
 class Recognised(NamedTuple):
@@ -47,39 +47,12 @@ class Recognised(NamedTuple):
         return CONVERSION
 
 
-OURS = Format("", ("shard_[0-9][0-9][0-9][0-9][0-9].safetensors",))  # without a manifest: damaged
-# The first that matches counts, so the most telling come first.
-FORMATS = (
-    OURS,
-    Format("a DeepSpeed checkpoint", ("*mp_rank_*_model_states.pt",)),
-    Format("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
-    Format("a NeMo checkpoint", ("context/*", "weights/*")),
-    Format("a NeMo checkpoint", ("model_weights/*",)),
-    Format("a NeMo archive", ("*.nemo",)),
-    Format("a Megatron Bridge checkpoint", ("run_config.yaml", ".metadata")),
-    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/model_*rng.pt",), read_as=MEGATRON),
-    Format("a Megatron checkpoint (--ckpt-format torch)", ("mp_rank_*/distrib_optim.pt",), read_as=MEGATRON),
-    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", ".metadata"), read_as=MEGATRON),
-    Format("a Megatron checkpoint (--ckpt-format torch_dist)", ("common.pt", "*.distcp"), read_as=MEGATRON),
-    Format("a Megatron checkpoint (--ckpt-format zarr)", ("common.pt", "metadata.json")),
-    Format("a Megatron checkpoint (--ckpt-format fsdp_dtensor or torch_dcp)", (".metadata",), "iter_*"),
-    Format("a torchtitan checkpoint", (".metadata",), "step-*"),
-    Format("a checkpoint of torch.distributed.checkpoint", (".metadata",)),
-    Format("a checkpoint of torch.distributed.checkpoint that lacks its .metadata", ("__*_*.distcp",)),
-    Format("a training checkpoint of Hugging Face's Trainer", ("trainer_state.json",), read_as=HUGGING_FACE),
-    Format("an adapter of Hugging Face's PEFT", ("adapter_config.json",)),
-    Format("a Hugging Face model", ("config.json", "*.safetensors"), read_as=HUGGING_FACE),
-    Format("a Hugging Face model", ("config.json", "*.safetensors.index.json"), read_as=HUGGING_FACE),
-    Format("a Hugging Face model", ("pytorch_model*.bin",), read_as=HUGGING_FACE),
-    Format("a Hugging Face model", ("pytorch_model*.bin.index.json",), read_as=HUGGING_FACE),
-    Format("a Hugging Face model without its weights", ("config.json", "tokenizer_config.json")),
-    Format("a model in the format of Meta's releases", ("params.json", "consolidated*")),
-    Format("a folder of safetensors files", ("*.safetensors",)),
-    Format("a Lightning checkpoint", ("*.ckpt",)),
-    Format("a GGUF model", ("*.gguf",)),
-    Format("a folder of PyTorch files", ("*.pt",), ""),
-    Format("a folder of PyTorch files", ("*.pth",), ""),
-)
+# The first that matches counts, so the most telling come first. One without a name is ours, without its manifest:
+# damaged.
+FORMATS = [
+    Format(row["name"], tuple(row["patterns"].split()), row["under"], row["read_as"])
+    for row in read_rows(Path(__file__).with_name("foreign_formats.csv"))
+]
 # Where formats keep checkpoints below the folder that is named, and what they keep below a checkpoint's directory.
 _STEPS = ("iter_*", "release", "step-*", "global_step*", "checkpoint-*", "snapshots/*", "?" * 40)
 _INSIDE = ("mp_rank_*", "context", "weights", "model_weights")
@@ -115,7 +88,7 @@ def recognise(folder: Path) -> Recognised | None:
             evidence = [next((p for p in paths if fnmatchcase(p, one)), "") for one in form.patterns]
             if all(evidence):
                 shown = ", ".join(os.path.join(directory, path) for path in evidence)
-                return None if form is OURS else Recognised(form, directory, shown)
+                return None if not form.name else Recognised(form, directory, shown)
     return None
 
 

@@ -80,6 +80,30 @@ def load_pieces(
     Communicates over the whole world. Raises CheckpointError on all ranks together, before any tensor is
     touched unless a file becomes unreadable between check and use.
     """
+    check_pieces(source, pieces, ps, prefixes=prefixes, convert=convert)
+    verify(source, ps)
+    with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
+        reader = SafeStorageReader(source.directory, source.tensors, follow=source.follows_links)
+        planner = PieceLoadPlanner(pieces)
+        metadata = reader.read_metadata()
+        planner.set_up_planner({}, metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    applied.gather(ps)
+
+
+def check_pieces(
+    source: TensorSource,
+    pieces: Sequence[LocalPiece],
+    ps: ParallelState | None = None,
+    *,
+    prefixes: Sequence[str] = ("",),
+    convert: bool = False,
+) -> None:
+    """Refuse a checkpoint that does not fit, as `load_pieces`, which has the same arguments; no value is read.
+
+    Communicates over the whole world. Raises CheckpointError on all ranks together, naming all that does not fit.
+    """
     with step() as compared:
         some = list(islice(_problems(source, pieces, convert), _SHOWN + 1))  # thousands of ranks tell theirs
         compared.value = sorted({piece.name for piece in pieces}), some
@@ -93,15 +117,6 @@ def load_pieces(
         problems.append(f"tensors that this run does not have: {_listed(sorted(unused))}")
     if problems:
         raise CheckpointError(f"{source.described_in}: {_listed(problems, '; ')}")
-    verify(source, ps)
-    with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
-        reader = SafeStorageReader(source.directory, source.tensors, follow=source.follows_links)
-        planner = PieceLoadPlanner(pieces)
-        metadata = reader.read_metadata()
-        planner.set_up_planner({}, metadata)
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-    applied.gather(ps)
 
 
 _FLOATING = {"F64", "F32", "BF16", "F16"}

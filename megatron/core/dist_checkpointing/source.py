@@ -11,36 +11,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from megatron.core.dist_checkpointing.manifest import ChunkEntry
 from megatron.core.rectangles import Dims, Rectangle
 
 
-class StoredChunk(Protocol):
+@dataclasses.dataclass(frozen=True)
+class ArrayChunk(Rectangle):
     """A rectangle of a tensor, and the stored row-major array that has its values.
 
     offset, shape: in the tensor. file: in which the array lies from byte `begin`; "" for zeros that lie nowhere.
     stored: the array's shape. at: the rectangle's first element in it. transposed: the array is [in, out] where the
     tensor is [out, in].
     """
-
-    @property
-    def offset(self) -> Dims: ...
-    @property
-    def shape(self) -> Dims: ...
-    @property
-    def file(self) -> str: ...
-    @property
-    def begin(self) -> int: ...
-    @property
-    def stored(self) -> Dims: ...
-    @property
-    def at(self) -> Dims: ...
-    @property
-    def transposed(self) -> bool: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayChunk(Rectangle):
-    """A chunk that is a part of an array."""
 
     file: str
     begin: int
@@ -49,8 +31,26 @@ class ArrayChunk(Rectangle):
     transposed: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class ArrayTensor:
+    """A tensor of another format's arrays. dtype: safetensors' name for it (`F32`)."""
+
+    dtype: str
+    shape: Dims
+    chunks: tuple[ArrayChunk, ...]
+
+    @classmethod
+    def whole(cls, dtype: str, shape: Dims, file: str, begin: int) -> ArrayTensor:
+        """One that an array has all of."""
+        zeros = (0,) * len(shape)
+        return cls(dtype, shape, (ArrayChunk(zeros, shape, file, begin, shape, zeros),))
+
+
+StoredChunk = ChunkEntry | ArrayChunk
+
+
 class SourceTensor(Protocol):
-    """A whole tensor. dtype: safetensors' name for it (`F32`)."""
+    """A `TensorEntry` of ours, or an `ArrayTensor`."""
 
     @property
     def dtype(self) -> str: ...

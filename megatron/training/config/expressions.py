@@ -12,7 +12,6 @@ a comparison with one is false (`is` tells it). In a message `{name}` stands for
 from __future__ import annotations
 
 import ast
-import csv
 import functools
 import operator
 import re
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.safe_files import read_text
+from megatron.core.safe_files import read_rows
 
 Names = Callable[[str], Any]  # the value of a name, or the function that is called by it
 _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -44,8 +43,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 @functools.cache
 def rows(name: str) -> list[dict[str, str]]:
     """A table beside this file, by its column names."""
-    text = read_text(Path(__file__).with_name(name), max_bytes=1 << 20, follow=True)
-    return list(csv.DictReader(text.splitlines()))
+    return read_rows(Path(__file__).with_name(name))
 
 
 @functools.cache

@@ -51,6 +51,7 @@ from megatron.training.guard.exit_status import (
 )
 from megatron.training.guard.run_folder import is_held
 from megatron.training.guard.signals import StopRequested, end_at_once
+from megatron.training.run import load_flags
 
 __all__ = ["ConfigurationError", "Problem", "launch_config", "parse_config"]
 
@@ -103,7 +104,7 @@ def launch_config(
         problems += more_rules(config)
         check_only = config.training.check_config
         if not problems and not check_only:
-            saved_config.check_start(config.checkpoint, config.flat())
+            load_flags.check_start(config.checkpoint, config.flat())
             env.check_meeting_place()
     except LaunchEnvError as error:
         # Every rank says it: what its variables say of its place cannot be trusted.
@@ -224,11 +225,11 @@ def _resolved(
 ) -> tuple[Config, list[Problem]]:
     """The configuration, and all that is wrong with it. Raises CheckpointError."""
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used, line.values)
-    notes = saved_config.with_pretrained(values, origin) + saved_config.with_hf_config(values, origin)
+    notes = load_flags.with_pretrained(values, origin) + load_flags.with_hf_config(values, origin)
     check_only, load = bool(values.get("check_config")), values.get("load")
     elsewhere = check_only and saved_config.is_elsewhere(load)  # what a launch there finds is not known
     found, unloadable = (
-        saved_config.to_load(values) if check_only and line.complete and not elsewhere else (None, [])
+        load_flags.to_load(values) if check_only and line.complete and not elsewhere else (None, [])
     )
     takes_args = bool(values.get("use_checkpoint_args"))
     if takes_args and load is not None and not unloadable and not elsewhere:
@@ -258,7 +259,7 @@ def _resolved(
     )
     broken = [problem for problem in broken_rules(context) if worth_telling(problem, line.problems)]
     if found is not None and not config.checkpoint.finetune:
-        unloadable += saved_config.model_problems(found, config)
+        unloadable += load_flags.model_problems(found, config)
     if elsewhere and (takes_args or config.checkpoint.needs_checkpoint):
         config = dataclasses.replace(config, notes=(*config.notes, _elsewhere(config.checkpoint)))
         if takes_args:

@@ -23,7 +23,7 @@ from torch import __version__ as torch_version
 
 from megatron.core.dist_checkpointing import catalog
 from megatron.core.dist_checkpointing.agree import step
-from megatron.core.dist_checkpointing.catalog import Found, checkpoint_config
+from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
 from megatron.core.dist_checkpointing.planning import PlanCache
@@ -46,7 +46,6 @@ from megatron.training.config.saved_config import (
     OPTIMIZER_PREFIX,
     SAME_MODEL,
     SCHEMAS,
-    check_holds_state,
     other_model,
     to_be_loaded,
     whole_config,
@@ -54,9 +53,10 @@ from megatron.training.config.saved_config import (
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError, first_nonfinite
 from megatron.training.report import metrics
+from megatron.training.run.load_flags import check_holds_state
 from megatron.training.run.rng_state import check_rng_state, rng_state, set_rng_state
 
-__all__ = ["CheckpointError", "Checkpointer", "Restored", "checkpoint_config", "load_for_inference"]
+__all__ = ["CheckpointError", "Checkpointer", "Restored", "load_for_inference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,10 @@ class Checkpointer:
         for note in choice.notes:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
-        with_rng = not (flags.finetune or flags.no_load_rng)
+        imported = all(
+            own is None for own in found.manifest.per_rank
+        )  # others wrote it: no generators of ours
+        with_rng = not (imported or flags.finetune or flags.no_load_rng)
         check_holds_state(found, flags)
         self._compare_settings(found, config)
         if with_rng:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.datasets import held_arrays
-from megatron.core.datasets.blend import Blend, parse_blend, read_blend_file, read_per_split_file
 from megatron.core.datasets.blended_samples import BlendedDataset
-from megatron.core.datasets.builder import GPTDatasetSpec, build_train_valid_test_datasets
+from megatron.core.datasets.builder import build_train_valid_test_datasets, prefixes_of, spec_of
 from megatron.core.datasets.checksums import check_corpus, require_checksums
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_dataset_config import requested_sizes
-from megatron.core.datasets.gpt_samples import GPTDataset, SampleFormat, pad_id
+from megatron.core.datasets.gpt_samples import GPTDataset, pad_id
 from megatron.core.datasets.mock_dataset import MOCK_INDEX_BYTES, MockDataset
 from megatron.core.datasets.samplers import build_data_loader
 from megatron.core.device import available_cores
@@ -96,52 +95,17 @@ def build_gpt_datasets(
 ) -> tuple[Any, Any, Any]:
     """The data sets that the flags name. num_samples: at least so many of train, validation, test; None = one epoch."""
     data = config.data
-    spec = GPTDatasetSpec(
-        sample_format=SampleFormat(
-            sequence_length=config.model.seq_length,
-            eod=tokenizer.eod,
-            pad=pad_id(tokenizer.pad, tokenizer.special_ids),
-            vocab_size=tokenizer.vocab_size,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-            # A mask that is only causal says nothing that attention does not do by itself, and faster.
-            create_attention_mask=data.create_attention_mask_in_dataloader and data.reset_attention_mask,
-        ),
-        seed=config.training.seed,
-        **_corpora(config),
-        tokenizer_identity=tokenizer.identity(),
-        cache_path=data.data_cache_path,
-        surplus=data.mid_level_dataset_surplus,
-        full_validation=data.full_validation,
-        multiple_validation_sets=data.multiple_validation_sets,
-    )
+    sample = {
+        "sequence_length": config.model.seq_length,
+        "eod": tokenizer.eod,
+        "pad": pad_id(tokenizer.pad, tokenizer.special_ids),
+        "vocab_size": tokenizer.vocab_size,
+        # A mask that is only causal says nothing that attention does not do by itself, and faster.
+        "create_attention_mask": data.create_attention_mask_in_dataloader and data.reset_attention_mask,
+    }
+    spec = spec_of(data, sample, seed=config.training.seed, tokenizer_identity=tokenizer.identity())
     train, valid, test = num_samples
     return build_train_valid_test_datasets(spec, (train, valid, test))
-
-
-def _corpora(config: Config) -> dict[str, Any]:
-    """Which of GPTDatasetSpec's three ways of naming corpora the flags use."""
-    data = config.data
-    if data.mock_data:
-        return {"mock": True}
-    if data.per_split_data_args_path is not None:
-        return {"blend_per_split": read_per_split_file(data.per_split_data_args_path)}
-    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if any(per_split):
-        flags = ("--train-data-path", "--valid-data-path", "--test-data-path")
-        blends: list[Blend | None] = [
-            parse_blend(words, flag) if words else None for words, flag in zip(per_split, flags, strict=True)
-        ]
-        return {"blend_per_split": tuple(blends)}
-    if data.data_args_path is not None:
-        return {"blend": read_blend_file(data.data_args_path), "split": data.split}
-    if data.data_path is None:  # of a trainer whose flags were read without asking what its provider needs
-        raise DataError(
-            "no training data is named, and build_gpt_datasets reads what the flags name: give --data-path PREFIX "
-            "(made by tools/preprocess_data.py), or --mock-data for a trial"
-        )
-    return {"blend": parse_blend(data.data_path), "split": data.split}
 
 
 def build_data_iterators(
@@ -316,9 +280,7 @@ def _verify_data(session: Session) -> None:
     threads = max(1, available_cores() // size)
     count, failure = 0, None
     try:
-        named = _corpora(session.config)
-        blends = named.get("blend_per_split", (named.get("blend"),))
-        for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend.prefixes):
+        for prefix in prefixes_of(session.config.data):
             check_corpus(prefix, require_checksums(prefix), part=part, parts=parts, threads=threads)
             count += 1
     except DataError as error:

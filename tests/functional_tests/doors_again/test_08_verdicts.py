@@ -21,7 +21,7 @@ ACCEPTED = """
 REFUSED = """
 --fp8-format --num-experts --window-size --softmax-type --multi-latent-attention --mtp-num-layers --use-mup --sft
 --fim-data --step-batch-size-schedule --eval-global-batch-size --check-for-spiky-loss --error-injection-rate
---ckpt-convert-format --non-persistent-save-interval --optimizer-cpu-offload --cpu-offloading --num-seq-splits
+--non-persistent-save-interval --optimizer-cpu-offload --cpu-offloading --num-seq-splits
 --enable-vocab-parallel --use-torch-fsdp2 --distribute-saved-activations --fp16-lm-cross-entropy
 --data-parallel-random-init --inprocess-restart --save-wgrads-interval --perform-rl-step --vision-pretraining
 """.split()

@@ -157,7 +157,7 @@ def test_documents_of_a_corpus(model, capsys):
         ("--load /nowhere --text one.txt", 3, ["no checkpoint in /nowhere"]),
         ("--data-path nowhere", 4, ["nowhere.idx: no such file"]),
         ("--text empty.txt", 2, ["--text: 1 document, none of more than one token: nothing is predicted"]),
-        ("--text bad.jsonl", 2, ['bad.jsonl:2: expected a JSON object with text in the field "text"']),
+        ("--text bad.jsonl", 2, ['bad.jsonl:2: expected text in the field "text"']),
         ("--text latin.txt", 2, ["latin.txt: not UTF-8 text"]),
         ("--text one.txt --tokenizer-type ByteTokenizer", 2, ["the tokenizer has 257 ids, the model 101"]),
         ("--data-path large", 2, ["document 0: has ids from 5 to 300, the model 101 ids"]),

@@ -107,16 +107,7 @@ def test_what_is_wrong_is_said_by_one_rank_and_ends_all(folder):
 
 @pytest.mark.full
 def test_more_stages_than_layers(folder):
-    flags = [
-        "--load",
-        folder / "gpt",
-        "--device",
-        "cpu",
-        "--pipeline-model-parallel-size",
-        4,
-        "--prompt",
-        "a",
-    ]
+    flags = [*words(folder, "gpt"), "--pipeline-model-parallel-size", 4]
     done = run_forked(flags, ranks=4, script=SCRIPT)
     assert done.statuses == (2,) * 4
     assert "--pipeline-model-parallel-size 4: the model has 3 layers" in done.output
@@ -134,3 +125,28 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
         expected = out[0, len(prompt) :].tolist()
         assert one.ids + [1] * (one.finish_reason == "eod") == expected
     assert len({tuple(one.ids) for one in made}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tp", "pp"),
+    [
+        ("llama3.2", 2, 1, 2),
+        pytest.param("llama3.2", 4, 2, 2, marks=pytest.mark.full),
+        pytest.param("gpt2", 4, 2, 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_hugging_face_folder_over_ranks_writes_what_transformers_writes(name, ranks, tp, pp, tmp_path):
+    """Read by every rank as it is; its vocabulary of 61 ids is odd. Ids are written as numbers."""
+    theirs, prompts = saved_toy(name, tmp_path), [[5, 9, 2, 33, 7], [44], [3, 3, 8]]
+    words = [word for prompt in prompts for word in ("--prompt", " ".join(map(str, prompt)))]
+    flags = ["--load", tmp_path, "--tokenizer-type", "NullTokenizer", "--vocab-size", 60, "--device", "cpu"]
+    sizes = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
+    more = ["--greedy", "--max-new-tokens", 10, "--json-lines", "--batch-size", 2]
+    done = ok(run_forked([*flags, *words, *sizes, *more], ranks=ranks, script=SCRIPT))
+    rows = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    for prompt, row in zip(prompts, rows, strict=True):
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": 60}
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+        assert [int(word) for word in row["text"].split()] == [i for i in out if i != 60]
+    assert len({row["text"] for row in rows}) == 3

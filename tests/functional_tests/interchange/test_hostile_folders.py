@@ -226,8 +226,14 @@ def nested_settings(folder, canary):
 
 
 def nested_keys(folder, canary):
-    """A key in so many tuples that hashing it goes beyond the usual stack."""
+    """A key in so many tuples that hashing it would go beyond the usual stack."""
     (folder / ".metadata").write_bytes(b"\x80\x02}" + b")" + b"\x85" * 100_000 + b"K\x01s.")
+
+
+def doubled_keys(folder, canary):
+    """t = (t, t) forty times over, as a key: hashing it would take 2**40 steps."""
+    twice = b"".join(b"h%ch%c\x86\x94" % (n, n) for n in range(40))
+    (folder / ".metadata").write_bytes(b"\x80\x04}()\x94" + twice + b"K\x01u.")
 
 
 DIST = {
@@ -246,7 +252,8 @@ DIST = {
         "__0_0.distcp",
     ),
     "settings without end": (nested_settings, "values"),
-    "keys nested deeply": (nested_keys, "no description of a torch_dist checkpoint"),
+    "keys doubled over and over": (doubled_keys, "a key of containers in one another"),
+    "keys nested deeply": (nested_keys, "a key of containers in one another"),
     "metadata of a terabyte": (lambda d, c: os.truncate(d / ".metadata", 1 << 40), "at most"),
     "no metadata": (lambda d, c: (d / ".metadata").write_bytes(b""), "not a pickle that is read here"),
 }

@@ -12,19 +12,18 @@ from torch.nn.functional import cross_entropy as negative_log_likelihood
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from tests.harness import launch
-from tests.harness.hugging_face import POSITIONS, TOYS, toy_model
+from tests.harness.hugging_face import POSITIONS, TOYS, VOCAB, toy_model
 from tools import generate
 from tools.checkpoint import main as checkpoint
 
-VOCAB = 62  # one id is the end of a document; tensor parallel ranks share them
 SAMPLE = torch.randint(VOCAB - 1, (POSITIONS,), generator=torch.Generator().manual_seed(2))
 PIPELINE = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-bubble-v-schedule".split()
 FSDP = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params".split()
 LAYOUTS = {"tp 2 x pp 2": (4, PIPELINE), "fsdp 2": (2, FSDP)}
-# What a run says by itself: nothing of the model.
+# What a run says by itself: nothing of the model. Its last id is the end of a document.
 RUN = (
     "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --lr-decay-style constant "
-    "--tokenizer-type NullTokenizer --vocab-size 61 --num-workers 0 --log-interval 1 --eval-iters 0 --split 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 60 --num-workers 0 --log-interval 1 --eval-iters 0 --split 1 "
     "--attention-dropout 0 --hidden-dropout 0 --save ck --save-interval 3 --data-path corpus"
 ).split()
 
@@ -128,7 +127,7 @@ def test_a_model_from_scratch_by_its_config_json(tmp_path):
 def test_a_conversion_by_ranks_changes_no_bit(tmp_path):
     begin("gemma", tmp_path)
     line = "--load theirs --finetune --use-checkpoint-args --ckpt-convert-format torch_dist --ckpt-convert-save out"
-    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 61"
+    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 60"
     run = launch.run_forked([*line.split(), *tokenizer.split(), *FSDP], ranks=2, cwd=tmp_path)
     assert "> converted checkpoint: theirs -> out/torch_dist" in launch.ok(run).output
     assert checkpoint(["compare", str(tmp_path / "theirs"), str(tmp_path / "out" / "torch_dist")]) == 0

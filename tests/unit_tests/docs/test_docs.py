@@ -114,9 +114,9 @@ def flags_of_our_programs():
         for folder in ("tools", "benchmarks", "examples", "extras")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    found = {flag for path in sources for flag in re.findall(r'"(--[\w-]+)"', path.read_text())}
-    # benchmarks/single_process and tools/show_schedule make some of their flags in a loop
-    looped = "layers hidden heads seq vocab time-f time-b time-w".split()
+    found = {flag for path in sources for flag in re.findall(r'"(--[\w-]+)[ "]', path.read_text())}
+    # benchmarks/single_process makes some of its flags in a loop
+    looped = "layers hidden heads seq vocab".split()
     return found | {"--" + word for word in looped}
 
 

@@ -1,6 +1,7 @@
 """Files of torch.save and torch.distributed.checkpoint, read without torch's unpickler."""
 
 import argparse
+import collections
 import contextlib
 import os
 import pickle
@@ -30,6 +31,11 @@ def test_tensors_lie_where_the_archive_says(tmp_path, dtype):
     whole = torch.arange(60).view(5, 12).to(dtype)
     values = {"whole": whole, "rows": whole[2:4], "scalar": whole[1, 1], "parameter": torch.nn.Parameter(whole[4:])
               if dtype.is_floating_point else whole[4:]}  # fmt: skip
+    if dtype.is_floating_point:
+        values["marked parameter"] = torch.nn.Parameter(whole[1:3])
+    values["marked"] = whole[3:]
+    for name in values.keys() & {"marked", "marked parameter"}:
+        values[name].tensor_model_parallel = True  # as Megatron does
     path = tmp_path / "values.pt"
     with archive_of(path, values) as archive:
         for name, value in values.items():
@@ -86,6 +92,48 @@ def test_nothing_in_a_pickle_runs(tmp_path):
     made = read_pickle(b"cmegatron.core.enums\nModelType\n(I1\ntR.", tmp_path / "x")
     assert isinstance(made, Inert)
     assert (made.path, made.args) == ("megatron.core.enums.ModelType", (1,))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\x80\x02}(" + b")" + b"2\x86" * 60 + b"Nu.", "opcode DUP"),
+        # t = (t, t), sixty times over, as a key: hashing it would take 2**60 steps.
+        (
+            b"\x80\x04}(" + b")\x94" + b"".join(b"h%ch%c\x86\x94" % (n, n) for n in range(60)) + b"Nu.",
+            "in one another",
+        ),
+        (b"\x8f()\x85\x90.", "in one another"),  # of a set
+        (b"\x8b\x00\x00\x01\x00" + b"\x01" * 65536 + b".", "bits"),
+        (b"Pgarbage\n.", "opcode PERSID"),
+        (b"\x80\x04ctorch\nSize\n](" + b"N" * 2000 + b"e\x85R.", "2000 values"),
+        (b"\x80\x04}(" + b"N" * 2000 + b"tNs.", "a long one"),
+        (b"\x80\x04)\x8c\x01x\x93.", "expected str"),
+        (b"N(I1\ntb.", "a state of what has none"),
+        (b"ctorch\nSize\n(N(I1\nttR.", "makes none"),
+    ],
+)
+def test_pickles_beyond_the_bounds_are_refused(tmp_path, data, why):
+    with pytest.raises(CheckpointError, match=why):
+        read_pickle(data, tmp_path / "x")
+
+
+@pytest.mark.parametrize("protocol", range(1, 6))
+def test_values_of_every_protocol_are_pythons_own(tmp_path, protocol):
+    value = {
+        "numbers": [0, 1, -1, 255, 256, 65536, 2**40, -(2**70), 1.5, float("inf")],
+        "texts": ["", "a", "\u00e9" * 300, b"", b"b", bytearray(b"c" * 300)][: 3 if protocol < 3 else 6],
+        "tuples": [(), (1,), (1, 2), (1, 2, 3), tuple(range(9)), {(0, 1): None}],
+        "sets": [set(), {1, 2}, {(1, "a")}] if protocol > 3 else [],
+        "ordered": collections.OrderedDict(a=1, b=[True, False, None]),
+    }
+    value["again"] = value["tuples"]
+    read = read_pickle(pickle.dumps(value, protocol), tmp_path / "x")
+    if 2 < protocol < 5:
+        assert [type(text) for text in read["texts"]] != []  # a bytearray is a call before protocol 5
+        del read["texts"], value["texts"]
+    assert read == value
+    assert read["again"] is read["tuples"]
 
 
 @pytest.mark.parametrize("trick", ["compressed", "twice", "outside", "truncated", "two roots", "big endian"])

@@ -253,6 +253,40 @@ def test_prompts_that_learned_positions_do_not_reach(tool, monkeypatch, capsys, 
     assert "plain.txt:2: 23 prompt tokens and 11 new ones exceed the model's 16 learned positions" in told[0]
 
 
+@pytest.mark.parametrize(("new_tokens", "beyond"), [(60, False), (61, True)])
+def test_positions_that_the_model_was_not_made_for_are_pointed_out(
+    tool, trained, monkeypatch, capsys, new_tokens, beyond
+):
+    """Rotary positions have no end; an imported model may have had a window from there on."""
+    words = ("--load", trained[0], "--prompt", "abcd", "--max-new-tokens", new_tokens, "--json-lines")
+    run(tool, monkeypatch, *words)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["prompt_tokens"] == 4
+    assert ("note: 65 tokens go beyond the 64 positions" in err) == beyond
+
+
+def test_fp32_computes_a_bf16_checkpoint_in_fp32(tool, trained, monkeypatch, capsys):
+    """Then a batch has the tokens of the same weights in fp32, prompt by prompt."""
+    directory, model = trained
+    words = ("--load", directory, "--greedy", "--max-new-tokens", 8, "--json-lines", "--fp32")
+    run(tool, monkeypatch, *words, "--prompt", "a", "--prompt", "bcd", "--prompt", "efghi")
+    model.float()
+    tokenizer = ByteTokenizer()
+    for row in lines_of(capsys):
+        prompt = tokenizer.tokenize(row["prompt"])
+        (made,) = generate(model, [prompt], 8, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
+        assert tokenizer.detokenize(made.ids) == row["text"]
+    dtypes = set()
+
+    def noted(model, *given, **options):
+        dtypes.update(weight.dtype for weight in model.parameters())
+        return generate(model, *given, **options)
+
+    monkeypatch.setattr(generation, "generate", noted)
+    run(tool, monkeypatch, *words, "--prompt", "a")
+    assert dtypes == {torch.float32}
+
+
 def test_caches_of_a_batch_need_memory(tool, trained, monkeypatch, capsys):
     """What they take is that of all prompts in flight."""
     monkeypatch.setattr(Device, "free_bytes", lambda self: 13_000)

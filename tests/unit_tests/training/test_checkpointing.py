@@ -2,16 +2,18 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.catalog import choose, config_of
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.saving import save
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.weight_check import NonFiniteWeightsError
-from megatron.training.run.checkpointing import Checkpointer, checkpoint_config, load_for_inference
+from megatron.training.run.checkpointing import Checkpointer, load_for_inference
 from megatron.training.run.rng_state import rng_state
 from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 from tests.harness.ranks import run_ranks
@@ -184,7 +186,7 @@ def test_async_save_by_flag(tmp_path):
 
 def test_for_inference(root):
     config, load = load_for_inference(root)
-    assert config == CONFIG == checkpoint_config(root)
+    assert config == CONFIG == config_of(choose(Path(root)).found)
     weights = model()
     load(whole_tensors(weights, "model."))
     assert all(tensor.eq(5).all() for tensor in weights.values())

@@ -324,8 +324,8 @@ def test_limits_are_in_bytes_or_in_whole_stages():
 
 
 def test_sizes_and_counts_in_words():
-    assert [bytes_of(word) for word in ("1024", "3K", "2m", "4G")] == [1024, 3072, 2**21, 2**32]
-    for word in ("", "K", "-1", "1.5G", "1T", "\u0664"):
+    assert [bytes_of(word) for word in ("1024", "3K", "2m", "4G", "1T")] == [1024, 3072, 2**21, 2**32, 2**40]
+    for word in ("", "K", "-1", "1.5G", "1P", "\u0664"):
         with pytest.raises(ValueError, match="bytes"):
             bytes_of(word)
     assert (count_or_auto("auto"), count_or_auto("7")) == (None, 7)

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,25 +192,36 @@ def _begin_forward(
     model: GPTModel, group: _Group, sampling: Sampling, vocab_size: int | None, ps: ParallelState | None
 ) -> None:
     """The group's next forward on this stage, and the choice that follows from it. Communicates over the pipeline."""
-    weight = next(model.parameters())
-    tokens = [torch.tensor(tokens, device=weight.device) for tokens in group.next_tokens]
+    device = next(model.parameters()).device
+    tokens = [torch.tensor(tokens, device=device) for tokens in group.next_tokens]
     filled = pad_sequence(tokens, batch_first=True)
-    group.cache.begin(list(map(len, tokens)), weight.device)
-    group.chosen, group.pending = filled.new_empty(len(tokens)), []
-    if ps is not None and not model.pre_process:
-        dtype = weight.dtype
-        if model.config.fp32_residual_connection:
-            dtype = torch.promote_types(dtype, torch.float32)
-        hidden = weight.new_empty(filled.shape[1], len(tokens), model.config.hidden_size, dtype=dtype)
-        _, (arrival,) = send_receive([], [(hidden, ps.pp_rank - 1)], ps.pp_forward_group)
-        arrival.wait()
-        model.set_input_tensor(hidden)
-    with torch.no_grad():
-        out = model(filled, group.cache.positions, inference_cache=group.cache)
+    group.cache.begin(list(map(len, tokens)), device)
+    group.chosen = filled.new_empty(len(tokens))
+    out, group.pending = stage_forward(model, filled, group.cache.positions, ps, inference_cache=group.cache)
     if model.post_process:
         draws = [(completion.number, len(completion.ids)) for completion in group.live]
         group.chosen = choose(out[:, 0, :vocab_size], sampling, draws)
-    elif ps is not None:
-        group.pending, _ = send_receive([(out.contiguous(), ps.pp_rank + 1)], [], ps.pp_forward_group)
     if ps is not None:
         group.pending.append(broadcast(group.chosen, ps.group("pp"), ps.pp_size - 1, async_op=True))
+
+
+@torch.no_grad()
+def stage_forward(
+    model: GPTModel, tokens: Tensor, positions: Tensor, ps: ParallelState | None, **inputs: Any
+) -> tuple[Tensor, list[Pending]]:
+    """A batch [b, s] through this stage: the model's output, and sends that are under way, for which the output is to
+    be kept. inputs: more of the model's. Communicates over tp and the pipeline."""
+    if ps is not None and not model.pre_process:
+        weight = next(model.parameters())
+        dtype = weight.dtype
+        if model.config.fp32_residual_connection:
+            dtype = torch.promote_types(dtype, torch.float32)
+        hidden = weight.new_empty(*tokens.t().shape, model.config.hidden_size, dtype=dtype)
+        _, (arrival,) = send_receive([], [(hidden, ps.pp_rank - 1)], ps.pp_forward_group)
+        arrival.wait()
+        model.set_input_tensor(hidden)
+    out = model(tokens, positions, **inputs)
+    if ps is None or model.post_process:
+        return out, []
+    out = out.contiguous()
+    return out, send_receive([(out, ps.pp_rank + 1)], [], ps.pp_forward_group)[0]

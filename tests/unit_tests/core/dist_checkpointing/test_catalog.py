@@ -8,8 +8,8 @@ import torch
 from megatron.core.dist_checkpointing.catalog import (
     TRACKER_NAME,
     CheckpointKind,
-    checkpoint_config,
     choose,
+    config_of,
     directory_name,
     list_entries,
     read_tracker,
@@ -173,12 +173,12 @@ def test_load_names_a_file(tmp_path):
 
 
 def test_the_configuration_is_read_from_the_manifest_alone(root):
-    assert checkpoint_config(str(root)) == {"step": 30}
-    assert checkpoint_config(str(root), 10) == {"step": 10}
-    assert checkpoint_config(str(root / "none")) is None
+    assert config_of(choose(root).found) == {"step": 30}
+    assert config_of(choose(root, 10).found) == {"step": 10}
+    assert choose(root / "none").found is None
     save(root, 40, [], {}, {})
     with pytest.raises(CheckpointError, match=r"common\.config"):
-        checkpoint_config(str(root))
+        config_of(choose(root).found)
 
 
 def test_all_ranks_choose_alike(root):

@@ -1,0 +1,322 @@
+"""A checkpoint of ours as one of Megatron-LM's `--ckpt-format torch_dist`.
+
+The layers of a model are in one tensor with the layer as first dim, norms under the names of the linear layers behind
+them: so any homogeneous specification of Megatron-LM asks for them. Values are written in pieces of a bounded size,
+each an archive of torch.save. A file that is whole has a list of its pieces' places beside it until all are, so that a
+killed call goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import save as save_archive  # here into memory alone
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.core.config_base import arg_info
+from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, directory_name
+from megatron.core.dist_checkpointing.files import write_file
+from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
+from megatron.core.rectangles import Dims, Rectangle
+from megatron.core.safe_files import publish_text, read_json, sync_directory
+from megatron.interchange.architecture import InterchangeError
+from megatron.interchange.megatron_folder import COMMON, FUSED, LAYER
+from megatron.interchange.megatron_state import LEFT_OUT, SCHEDULE
+from megatron.training.config.config import FIELDS, Config
+from megatron.training.config.saved_config import MODEL_PREFIX, OPTIMIZER_PREFIX
+from tools.conversion.contents import config_in
+from tools.conversion.incoming import DTYPES, fingerprint
+from tools.conversion.outgoing import MAIN, reading, refuse_existing, stored_name
+from tools.conversion.progress import Say, WriteProgress
+from tools.conversion.source_reader import SourceReader
+from tools.conversion.stream import in_files, write_missing
+
+PIECE_BYTES = 64 << 20
+_ARCHIVE_BYTES = 4 << 10  # of an archive, beside its values
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+            "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+_ARGS = ("model", "tokenizer", "optimizer", "training")  # groups of flags that are args of theirs
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+          "expert_model_parallel_size", "data_parallel_size", "world_size")  # fmt: skip
+# Modules of a layer that keep scales of fp8: each is asked for them, where there are none too.
+_WITH_SCALES = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
+                "mlp.linear_fc1", "mlp.linear_fc2")  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """A rectangle of one of their tensors (`key`), and our tensor whose rectangle `box` it is. source: "" for an object
+    of no values."""
+
+    key: str
+    offset: Dims
+    shape: Dims
+    source: str
+    box: Rectangle
+    dtype: str
+    num_bytes: int
+
+
+class Extent(NamedTuple):
+    """Where an archive lies in a file."""
+
+    file: str
+    begin: int
+    length: int
+
+
+def export_folder(
+    found: Found, folder: Path, *, optimizer: bool, dtype: str | None, max_shard_bytes: int, say: Say
+) -> Path:
+    """Write a checkpoint as a folder of Megatron-LM's, which must not be there yet. optimizer: with its states, where
+    there are any.
+
+    dtype: of weights, a key of DTYPES, float32 from main weights where there are any; as stored if not given. Raises
+    CheckpointError, before anything is written where it cannot be expressed or has no space.
+    """
+    refuse_existing(folder)
+    config = config_in(found)
+    optimizer = optimizer and any(name.startswith(OPTIMIZER_PREFIX) for name in found.tensors)
+    if optimizer and dtype is not None:
+        raise InterchangeError(f"--dtype {dtype} is for weights alone: add --no-load-optim")
+    _refuse_unknown(found, config, optimizer)
+    pieces = list(_pieces(found, config.model.num_layers, optimizer, dtype))
+    common = _common(found, config, optimizer, {piece.dtype for piece in pieces if piece.source})
+    tag = fingerprint(found.manifest_sha256, dtype, optimizer, max_shard_bytes)
+    temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
+    directory = temporary / directory_name(found.iteration)
+    parts = in_files(pieces, lambda piece: piece.num_bytes, max_shard_bytes)
+    with reading(found, temporary) as reader:
+        places = _write_parts(directory, parts, reader, say)
+    _write_metadata(directory, pieces, places)
+    buffer = io.BytesIO()
+    save_archive(common, buffer)
+    (directory / COMMON).unlink(missing_ok=True)
+    write_file(directory / COMMON, [buffer.getbuffer()], hashed=False)
+    publish_text(directory / "metadata.json", json.dumps(_BACKEND))
+    for file in {place.file for place in places}:
+        _list_of(directory, file).unlink(missing_ok=True)
+    sync_directory(directory)
+    publish_text(temporary / TRACKER_NAME, str(found.iteration))
+    os.rename(temporary, folder)
+    sync_directory(folder.parent)
+    return folder / directory.name
+
+
+def _refuse_unknown(found: Found, config: Config, optimizer: bool) -> None:
+    """Raises InterchangeError for all that Megatron-LM's checkpoints cannot say."""
+    problems = [
+        f"{field.name} {getattr(config.model, field.name)!r} is no setting of its models"
+        for field in dataclasses.fields(config.model)
+        if (info := arg_info(field)) is not None
+        and info.ours
+        and info.weights
+        and getattr(config.model, field.name) not in (None, field.default)
+    ]
+    prefixes = (MODEL_PREFIX, OPTIMIZER_PREFIX)
+    problems += [f"{name} has no place" for name in found.tensors if not name.startswith(prefixes)]
+    if optimizer and config.optimizer.decoupled_lr is not None:
+        problems.append(f"the groups of --decoupled-lr are not written: {LEFT_OUT.replace('load', 'export')}")
+    if problems:
+        raise InterchangeError(f"{found.described_in}: no checkpoint of Megatron-LM: {'; '.join(problems)}")
+
+
+def _pieces(found: Found, num_layers: int, optimizer: bool, dtype: str | None) -> Iterator[Piece]:
+    """In the order of our names."""
+    for name in found.tensors:
+        if name.startswith(MODEL_PREFIX):
+            ours = name.removeprefix(MODEL_PREFIX)
+            yield from _cut(found, "", ours, stored_name(found, ours, dtype), dtype)
+        elif optimizer:
+            kind, _, ours = name.removeprefix(OPTIMIZER_PREFIX).partition(".")
+            theirs = "fp32_param" if name.startswith(MAIN) else kind
+            yield from _cut(found, f"optimizer.state.{theirs}.", ours, name, None)
+    for layer in range(num_layers):
+        for module in _WITH_SCALES:
+            key = f"decoder.layers.{module}._extra_state/shard_{layer}_{num_layers}"
+            yield Piece(key, (), (), "", Rectangle((), ()), "U8", 0)
+
+
+def _cut(found: Found, prefix: str, name: str, source: str, dtype: str | None) -> Iterator[Piece]:
+    """A tensor, in pieces of some rows so that none is larger than PIECE_BYTES unless a row is."""
+    shape = found.tensors[source].shape
+    kept = DTYPES[dtype] if dtype else found.tensors[source].dtype
+    row = math.prod(shape[1:]) * ITEM_BYTES[kept]
+    rows = max(1, PIECE_BYTES // max(row, 1))
+    layer, key = _named_by_them(name)
+    for first in range(0, max(shape[0], 1), rows):
+        box = Rectangle((first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]))
+        count = (1,) * len(layer)
+        yield Piece(
+            prefix + key, layer + box.offset, count + box.shape, source, box, kept, row * box.shape[0]
+        )
+
+
+def _named_by_them(name: str) -> tuple[Dims, str]:
+    """Their name of a weight of ours, and the layer that it is of, if any, which is its first index."""
+    match = LAYER.fullmatch(name)
+    if match is None:
+        return (), name
+    rest = match[3]
+    for ours, theirs in FUSED.items():
+        if rest.startswith(ours):
+            rest = theirs + rest.removeprefix(ours)
+    return (int(match[2]),), match[1] + rest
+
+
+def _write_parts(
+    directory: Path, parts: Sequence[Sequence[Piece]], reader: SourceReader, say: Say
+) -> list[Extent]:
+    """Write what an earlier call has not; where each piece is. Raises CheckpointError where there is no space."""
+    by_name = {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
+    sizes = {name: sum(piece.num_bytes + _ARCHIVE_BYTES for piece in part) for name, part in by_name.items()}
+    lists = {name: _list_of(directory, name) for name in by_name}
+
+    def write(name: str, progress: WriteProgress) -> None:
+        places = _write_part(directory / name, by_name[name], reader, progress)
+        publish_text(lists[name], json.dumps(places))
+
+    write_missing(directory, sizes, [name for name, one in lists.items() if one.exists()], write, say)
+    return [Extent(*place) for one in lists.values() for place in read_json(one, max_bytes=1 << 30)]
+
+
+def _list_of(directory: Path, name: str) -> Path:
+    """The file that says where the pieces of another are, which is whole then."""
+    return directory / f".{name}.places"
+
+
+def _write_part(
+    path: Path, pieces: Sequence[Piece], reader: SourceReader, progress: WriteProgress
+) -> list[Extent]:
+    places: list[Extent] = []
+
+    def archives() -> Iterator[memoryview]:
+        begin = 0
+        for piece in pieces:
+            buffer = io.BytesIO()
+            save_archive(_value(piece, reader), buffer)
+            places.append(Extent(path.name, begin, buffer.tell()))
+            begin += buffer.tell()
+            yield buffer.getbuffer()
+            progress.add(buffer.tell())
+
+    path.unlink(missing_ok=True)  # without its list it is of a killed call
+    write_file(path, archives(), hashed=False)
+    sync_directory(path.parent)
+    return places
+
+
+def _value(piece: Piece, reader: SourceReader) -> Any:
+    """What lies at a piece's place; Megatron-LM keeps an object in a list."""
+    if not piece.source:
+        return [None]
+    return reader.read(piece.source, piece.box).to(TORCH_DTYPES[piece.dtype]).view(piece.shape)
+
+
+def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[Extent]) -> None:
+    """`.metadata`, as torch writes it."""
+    described: dict[str, Any] = {}
+    results = []
+    for piece, place in zip(pieces, places, strict=True):
+        stored = _StorageInfo(*place)
+        if not piece.source:
+            described[piece.key] = BytesStorageMetadata()
+            results.append(WriteResult(MetadataIndex(piece.key), place.length, stored))
+            continue
+        if piece.key not in described:
+            properties = TensorProperties(dtype=TORCH_DTYPES[piece.dtype])
+            described[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
+        tensor = described[piece.key]
+        offset = torch.Size(piece.offset)
+        index = MetadataIndex(piece.key, offset, len(tensor.chunks))
+        tensor.chunks.append(ChunkStorageMetadata(offset, torch.Size(piece.shape)))
+        ends = (first + count for first, count in zip(piece.offset, piece.shape, strict=True))
+        tensor.size = torch.Size(map(max, ends, tensor.size))
+        results.append(WriteResult(index, place.length, stored))
+    FileSystemWriter(directory).finish(Metadata(described), [results])
+
+
+def _common(found: Found, config: Config, optimizer: bool, dtypes: set[str]) -> dict[str, Any]:
+    """What is not sharded: args as Megatron-LM's --use-checkpoint-args reads them, counters, state of an optimizer."""
+    state = found.manifest.common.get("train_state", {})
+    names = {
+        name
+        for name, (group, field) in FIELDS.items()
+        if group in _ARGS and (info := arg_info(field)) is not None and not info.ours
+    }
+    args = {name: value for name, value in config.flat().items() if name in names}
+    args |= {
+        "add_position_embedding": True,
+        "bf16": "BF16" in dtypes,
+        "fp16": "F16" in dtypes,
+        "no_save_rng": True,
+        "no_save_optim": not optimizer,
+        "use_distributed_optimizer": False,
+        "consumed_train_samples": found.manifest.consumed_train_samples,
+        **{name: state.get(name, 0) for name in ("consumed_valid_samples", "skipped_train_samples")},
+        **dict.fromkeys(_SIZES, 1),
+    }
+    common = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": found.iteration}
+    common["num_floating_point_operations_so_far"] = state.get("num_floating_point_operations_so_far", 0.0)
+    return common | (_state_of_optimizer(found, config) if optimizer else {})
+
+
+def _state_of_optimizer(found: Found, config: Config) -> dict[str, Any]:
+    """What belongs to its tensors: `megatron_state.optimizer_sections` the other way round."""
+    common: Mapping[str, Any] = found.manifest.common
+    schedule, steps = common["scheduler"]["schedule"], common["optimizer"]["num_steps"]
+    inner: dict[str, Any] = {
+        "state": {"common_step": torch.tensor(float(steps))},
+        "param_groups": [_param_group(config, schedule, decays, steps) for decays in (1.0, 0.0)],
+    }
+    if any(name.startswith(MAIN) for name in found.tensors):
+        inner = {"optimizer": inner}
+        scaler = common["scaler"]
+        if "clean_steps" in scaler:
+            inner["grad_scaler"] = {
+                "scale": torch.tensor([scaler["scale"]]),
+                "growth_tracker": scaler["clean_steps"],
+                "hysteresis_tracker": scaler["budget"],
+            }
+    told = {theirs: schedule[ours] for ours, theirs in SCHEDULE.items()}
+    return {
+        "optimizer": inner,
+        "opt_param_scheduler": {**told, "num_steps": common["scheduler"]["samples"]},
+    }
+
+
+def _param_group(config: Config, schedule: Mapping[str, Any], decays: float, steps: int) -> dict[str, Any]:
+    """Settings of a group of parameters, as torch's optimizers and the fused ones keep them; `lr` and `weight_decay`
+    are set by the schedule before they are used."""
+    flags = config.optimizer
+    group = {
+        "wd_mult": decays, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False,
+        "default_config": True, "lr": schedule["max_lr"], "max_lr": schedule["max_lr"], "min_lr": schedule["min_lr"],
+        "weight_decay": decays * schedule["end_weight_decay"], "foreach": None, "maximize": False,
+        "differentiable": False, "fused": None,
+    }  # fmt: skip
+    if flags.optimizer == "sgd":
+        return {**group, "momentum": flags.sgd_momentum, "dampening": 0, "nesterov": False}
+    return {
+        **group, "betas": (flags.adam_beta1, flags.adam_beta2), "eps": flags.adam_eps, "amsgrad": False,
+        "capturable": False, "decoupled_weight_decay": True, "bias_correction": True, "step": steps,
+    }  # fmt: skip
