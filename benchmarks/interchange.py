@@ -194,7 +194,7 @@ def killed(args: argparse.Namespace, work: Path, usual_s: float) -> None:
     again = work / "again"
     words = tool("import", "--hf", work / "theirs", "--save", again, "--max-shard-size", "1GB")
     for _ in range(args.kills):
-        after = draws.uniform(2.0, max(3.0, 0.7 * usual_s))
+        after = draws.uniform(2.0, max(3.0, 1.2 * usual_s / args.kills))
         _, _, resident, status = run(words, kill_after_s=after)
         whole = len([path for path in again.rglob("*.safetensors") if not path.name.startswith(".")])
         kills.append(f"{after:.1f} s ({whole} finished)" if status else f"{after:.1f} s (ended before)")
