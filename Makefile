@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
+# Bytecode is kept: else each of several hundred processes of the suite compiles three hundred modules, half a second.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup quickstart test test-wheels test-all check lint docs clean
 
 # Everything that developing needs. Does nothing when up to date.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import publish_text, published, read_bytes, read_json, sync_directory

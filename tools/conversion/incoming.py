@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.manifest import (
     canonical,
     config_digest,
 )
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES, PieceFacts
+from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES, PieceFacts
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.storage import describe_tensors, shard_name

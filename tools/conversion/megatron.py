@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.loading import check_pieces
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.state import LocalPiece, pieces_of
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.interchange.architecture import InterchangeError

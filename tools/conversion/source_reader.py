@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.storage import ChunkReader
 from megatron.core.rectangles import Rectangle

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron.core.config_base import arg_info
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, directory_name
 from megatron.core.dist_checkpointing.files import write_file
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.core.rectangles import Dims, Rectangle
 from megatron.core.safe_files import publish_text, read_json, sync_directory

@@ -15,10 +15,9 @@ from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, OpenOther, choose, open_no_other
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
-from megatron.core.dist_checkpointing.planning import PieceLoadPlanner, dtype_name
+from megatron.core.dist_checkpointing.pieces import dtype_name
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.dist_checkpointing.storage import SafeStorageReader
 from megatron.core.transport.parallel_state import ParallelState, single_process
 
 _SHOWN = 8  # names that a message lists before it says how many more
@@ -80,6 +79,9 @@ def load_pieces(
     Communicates over the whole world. Raises CheckpointError on all ranks together, before any tensor is
     touched unless a file becomes unreadable between check and use.
     """
+    from megatron.core.dist_checkpointing.dcp_reader import SafeStorageReader  # slow to import, as the next
+    from megatron.core.dist_checkpointing.planning import PieceLoadPlanner
+
     check_pieces(source, pieces, ps, prefixes=prefixes, convert=convert)
     verify(source, ps)
     with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs

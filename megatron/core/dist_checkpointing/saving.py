@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.agree import Outcome, step
 from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
 from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, CheckpointError, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, Manifest, canonical
-from megatron.core.dist_checkpointing.planning import PieceFacts, PlanCache, place_pieces, plan_save
+from megatron.core.dist_checkpointing.pieces import PieceFacts, PlanCache, place_pieces
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState, single_process
@@ -114,6 +114,8 @@ class PendingSave:
     ) -> None:
         self.root, self.iteration, self.ps = Path(root), iteration, ps or single_process()
         self._retain_interval, self._owned, self._log, self._guard = retain_interval, owned, log, guard
+        from megatron.core.dist_checkpointing.planning import plan_save  # slow to import
+
         placed = place_pieces(piece for piece in pieces if piece.written)
         self._tensors = {place: piece.tensor for place, piece in placed.items()}
         self._plans = plan_save(placed.values(), self.ps, cache or PlanCache())

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.flat_buffer import FlatBuffer
@@ -38,12 +40,11 @@ def vector_of(device: torch.device) -> int:
 
 
 class ParamGroup(TypedDict):
-    """One of torch's parameter groups, with what the scheduler needs to set its `lr` and `weight_decay`.
+    """Rates of one kind of parameters, with what the scheduler needs to set `lr` and `weight_decay`.
 
     wd_mult: 1.0, or 0.0 where nothing decays. decoupled: max_lr and min_lr are --decoupled-lr's.
     """
 
-    params: list[nn.Parameter]
     name: str
     lr: float
     weight_decay: float
@@ -54,18 +55,26 @@ class ParamGroup(TypedDict):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FlatSlice:
-    """A part of one group's parameters in a bucket's main weights: elements [start, end) of the bucket's part.
+class Updated:
+    """What one call of torch's kernel updates: weights of one group and their moments by name, all 1-D, same shape.
 
-    main_weights: a view of it; moments: name -> a view.
+    num_steps: fp32, no dimensions, which AdamW's kernel counts up.
     """
 
-    bucket: BucketMemory
     group: str
-    start: int
-    end: int
     main_weights: Tensor
     moments: Mapping[str, Tensor]
+    num_steps: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatSlice(Updated):
+    """A part of one group's parameters in a bucket's main weights: elements [start, end) of the bucket's part. Weights
+    and moments are views."""
+
+    bucket: BucketMemory
+    start: int
+    end: int
 
     def grads(self, by_bucket: Mapping[int, Tensor]) -> Tensor | None:
         """This slice's, of gradients by the buckets' identity; None where its bucket is not among these."""
@@ -74,48 +83,47 @@ class FlatSlice:
 
 
 class UnalignedTails:
-    """The tails of the slices of one group in one arena, as one parameter of torch's optimizer, which holds no memory
-    between steps."""
+    """The tails of the slices of one group in one arena, which are updated as one tensor, made anew each time."""
 
     def __init__(self, pieces: Sequence[FlatSlice]) -> None:
         assert pieces, "no tails of any group"
-        self.pieces, self.group = pieces, pieces[0].group
+        self.pieces = pieces
         self._sizes = [piece.main_weights.numel() for piece in pieces]
-        self._empty = pieces[0].main_weights.new_empty(0)
-        self.parameter = nn.Parameter(self._empty)
 
-    def gather(self, grads: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Fill the parameter and its gradient; returns its moments. grads: of the pieces."""
-        self.parameter.data = self._filled([piece.main_weights for piece in self.pieces])
-        self.parameter.grad = self._filled(grads)
-        names = self.pieces[0].moments
-        return {name: self._filled([piece.moments[name] for piece in self.pieces]) for name in names}
+    def gather(self, grads: Sequence[Tensor]) -> tuple[Updated, Tensor]:
+        """All tails as one, and their gradient. grads: of the pieces."""
+        first = self.pieces[0]
+        moments = {
+            name: self._filled([piece.moments[name] for piece in self.pieces]) for name in first.moments
+        }
+        weights = self._filled([piece.main_weights for piece in self.pieces])
+        return Updated(first.group, weights, moments, first.num_steps), self._filled(grads)
 
-    @torch.no_grad()
-    def scatter(self, moments: Mapping[str, Tensor]) -> None:
-        """Put what was updated back to where it came from, and forget it."""
-        updated = [([piece.main_weights for piece in self.pieces], self.parameter.data)]
-        updated += [([piece.moments[name] for piece in self.pieces], flat) for name, flat in moments.items()]
-        for views, flat in updated:
+    def scatter(self, updated: Updated) -> None:
+        """Put what was updated back to where it came from."""
+        pairs = [([piece.main_weights for piece in self.pieces], updated.main_weights)]
+        pairs += [([p.moments[name] for p in self.pieces], flat) for name, flat in updated.moments.items()]
+        for views, flat in pairs:
             torch._foreach_copy_(views, list(flat[: sum(self._sizes)].split(self._sizes)))
-        self.parameter.grad, self.parameter.data = None, self._empty
 
-    @torch.no_grad()
     def _filled(self, views: Sequence[Tensor]) -> Tensor:
-        return torch.cat([*views, self._empty.new_zeros(-sum(self._sizes) % VECTOR)])
+        return torch.cat([*views, views[0].new_zeros(-sum(self._sizes) % VECTOR)])
 
 
 class FlatUpdate:
-    """Moments and torch's optimizer, both from the start.
+    """Moments from the start, and the calls of torch's kernels.
 
     moments: name -> one flat tensor an arena, of the optimizer's part at rest; empty for frozen parameters.
-    param_groups: torch's own, into which the scheduler writes; none where this rank has no part of any parameter.
+    param_groups: one for each kind of parameter that the model has; the scheduler writes into them. None where this
+    rank has no part of any parameter.
     """
 
     def __init__(self, config: OptimizerConfig, buffer: FlatBuffer, device: torch.device) -> None:
-        self._config, adam = config, config.optimizer == "adam"
-        # torch's, of one tensor each as large as the weights
-        names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) * (config.sgd_momentum != 0)
+        self._config, self._device = config, device
+        if config.optimizer == "adam":
+            names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        else:
+            names = ("momentum_buffer",) * (config.sgd_momentum != 0)
         numels = [buffer.optimizer_numel(arena) if arena.trained else 0 for arena in buffer.arenas]
         self.moments = {
             moment: tuple(
@@ -124,75 +132,94 @@ class FlatUpdate:
             )
             for moment in names
         }
-        bodies: list[FlatSlice] = []
+        self._slices: list[FlatSlice] = []
         tails: dict[tuple[int, str], list[FlatSlice]] = {}  # by arena and group
         vector = vector_of(device)
         for memory, span, first in _spans(buffer):
             start, end = span.start - first, span.end - first
             middle = end - (end - start) % vector
             if start < middle:
-                bodies.append(self._slice(memory, span.group, first, start, middle))
+                self._slices.append(self._slice(memory, span.group, first, start, middle))
             if middle < end:
                 tail = self._slice(memory, span.group, first, middle, end)
                 tails.setdefault((memory.arena, span.group), []).append(tail)
-        self._slices = [(piece, nn.Parameter(piece.main_weights)) for piece in bodies]
         self._tails = [UnalignedTails(pieces) for pieces in tails.values()]
-        parameters = [(piece.group, parameter) for piece, parameter in self._slices]
-        parameters += [(one.group, one.parameter) for one in self._tails]
-        self._torch: torch.optim.Optimizer | None = None
-        self.param_groups: list[ParamGroup] = []
-        self._steps = [torch.zeros((), dtype=torch.float32, device=device) for _ in parameters]
-        if parameters:
-            groups = build_param_groups(config, buffer, parameters)
-            params = cast(list[dict[str, Any]], groups)
-            if (
-                adam
-            ):  # decays decoupled (AdamW); SGD adds the decay to the gradient. The groups hold lr and decay.
-                betas = (config.adam_beta1, config.adam_beta2)
-                self._torch = torch.optim.AdamW(params, betas=betas, eps=config.adam_eps, fused=True)
-            else:
-                self._torch = torch.optim.SGD(params, momentum=config.sgd_momentum, fused=True)
-            self.param_groups = cast(list[ParamGroup], self._torch.param_groups)
-            # torch's state from before the first step: step counts, and views of our moments; tails get theirs in it.
-            for (_, parameter), step in zip(parameters, self._steps, strict=True):
-                self._torch.state[parameter] = {"step": step} if adam else {}
-            for piece, parameter in self._slices:
-                self._torch.state[parameter].update(piece.moments)
+        self._tail_pieces = [piece for pieces in tails.values() for piece in pieces]
+        any_part = bool(self._slices or self._tails)
+        self.param_groups = build_param_groups(config, buffer) if any_part else []
 
     def _slice(self, memory: BucketMemory, group: str, first: int, start: int, end: int) -> FlatSlice:
         """first: where the bucket's part begins in moments."""
-        flats = {
+        moments = {
             name: flats[memory.arena][first + start : first + end] for name, flats in self.moments.items()
         }
-        return FlatSlice(memory, group, start, end, trained(memory.main_weights)[start:end], flats)
+        weights = trained(memory.main_weights)[start:end]
+        num_steps = torch.zeros((), dtype=torch.float32, device=self._device)
+        return FlatSlice(group, weights, moments, num_steps, memory, start, end)
 
+    @torch.no_grad()
     def step(self, batches: Batches) -> None:
         """One update. batches: buckets' gradients in the dtype of their main weights, by the buckets' identity, and
         whether the batch is the last; together they are all trained buckets, each once. A batch is let go before the
         next is asked for.
-
-        torch skips parameters without a gradient, their step counts included, so several calls are one update.
         """
-        if self._torch is None:
-            return
+        gathered: list[tuple[Updated, Tensor]] = []
         tails_of: dict[int, Tensor] = {}  # gradients of tails, which are updated together, by slice
-        for grads, is_last in batches:
-            for piece, parameter in self._slices:
-                parameter.grad = piece.grads(grads)
-            for piece in (piece for tails in self._tails for piece in tails.pieces):
-                if (tail := piece.grads(grads)) is not None:
-                    tails_of[id(piece)] = tail if is_last else tail.clone()
-            del grads  # a temporary may be freed
+        for by_bucket, is_last in batches:
+            due: list[tuple[Updated, Tensor]] = [*_with_grads(self._slices, by_bucket)]
+            tails = _with_grads(self._tail_pieces, by_bucket)
+            tails_of |= {id(piece): grads if is_last else grads.clone() for piece, grads in tails}
+            del tails, by_bucket  # a temporary may be freed
             if is_last:
-                for tails in self._tails:
-                    gathered = tails.gather([tails_of[id(piece)] for piece in tails.pieces])
-                    self._torch.state[tails.parameter].update(gathered)
-            self._torch.step()
-            for _, parameter in self._slices:
-                parameter.grad = None
-        for tails in self._tails:
-            state = self._torch.state[tails.parameter]
-            tails.scatter({moment: state.pop(moment) for moment in self.moments})
+                gathered = [
+                    tail.gather([tails_of[id(piece)] for piece in tail.pieces]) for tail in self._tails
+                ]
+                due += gathered
+            self._update(due)
+            del due
+        for tail, (updated, _) in zip(self._tails, gathered, strict=True):
+            tail.scatter(updated)
+
+    def _update(self, due: Sequence[tuple[Updated, Tensor]]) -> None:
+        """torch's fused kernel over tensors and their gradients, once a group."""
+        for group in self.param_groups:
+            of_group = [pair for pair in due if pair[0].group == group["name"]]
+            self._update_group(group["lr"], group["weight_decay"], of_group)
+
+    def _update_group(self, lr: float, decay: float, due: Sequence[tuple[Updated, Tensor]]) -> None:
+        config = self._config
+        weights, grads = [part.main_weights for part, _ in due], [grads for _, grads in due]
+        moments = [[part.moments[name] for part, _ in due] for name in self.moments]
+        if config.optimizer == "adam":
+            adamw(
+                weights,
+                grads,
+                exp_avgs=moments[0],
+                exp_avg_sqs=moments[1],
+                max_exp_avg_sqs=[],
+                state_steps=[part.num_steps for part, _ in due],
+                fused=True,
+                amsgrad=False,
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                lr=lr,
+                weight_decay=decay,  # decoupled: of the weights
+                eps=config.adam_eps,
+                maximize=False,
+            )
+        else:
+            sgd(
+                weights,
+                grads,
+                momentum_buffer_list=[*moments[0]] if moments else [None for _ in due],
+                fused=True,
+                weight_decay=decay,  # added to the gradient
+                momentum=config.sgd_momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
 
     def undo(self, batches: Batches, num_steps: int) -> None:
         """Take the last update back, by arithmetic: see inverse_update, [Note: what is lost].
@@ -201,8 +228,7 @@ class FlatUpdate:
         """
         config = self._config
         rates = {group["name"]: (group["lr"], group["weight_decay"]) for group in self.param_groups}
-        pieces = [piece for piece, _ in self._slices]
-        pieces += [piece for tails in self._tails for piece in tails.pieces]
+        pieces = [*self._slices, *self._tail_pieces]
         adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
         rest = adam if config.optimizer == "adam" else {"momentum": config.sgd_momentum}
         undone = undo_adamw if config.optimizer == "adam" else undo_sgd
@@ -219,16 +245,27 @@ class FlatUpdate:
         """What `step` changes besides main weights."""
         for flats in self.moments.values():
             yield from flats
-        yield from self._steps
+        yield from self._step_counts()
 
     def set_num_steps(self, num_steps: int) -> None:
         """So many updates lie behind."""
-        for step in self._steps:
-            step.fill_(num_steps)
+        for counter in self._step_counts():
+            counter.fill_(num_steps)
+
+    def _step_counts(self) -> list[Tensor]:
+        return [piece.num_steps for piece in (*self._slices, *(tails.pieces[0] for tails in self._tails))]
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by moment."""
         return {name: num_bytes(flats) for name, flats in self.moments.items()}
+
+
+def _with_grads(
+    pieces: Iterable[FlatSlice], by_bucket: Mapping[int, Tensor]
+) -> list[tuple[FlatSlice, Tensor]]:
+    """Those whose gradients are among these, with them."""
+    found = ((piece, piece.grads(by_bucket)) for piece in pieces)
+    return [(piece, grads) for piece, grads in found if grads is not None]
 
 
 def _spans(buffer: FlatBuffer) -> Iterator[tuple[BucketMemory, BufferSpan, int]]:
@@ -242,11 +279,8 @@ def _spans(buffer: FlatBuffer) -> Iterator[tuple[BucketMemory, BufferSpan, int]]
             yield memory_of[index, span.bucket], span, first
 
 
-def build_param_groups(
-    config: OptimizerConfig, buffer: FlatBuffer, parameters: Iterable[tuple[str, nn.Parameter]]
-) -> list[ParamGroup]:
-    """One group for each kind of parameter that the buffer holds, in order of first use in the model. parameters: of
-    torch's optimizer, by the layout's group.
+def build_param_groups(config: OptimizerConfig, buffer: FlatBuffer) -> list[ParamGroup]:
+    """One group for each kind of parameter that the buffer holds, in order of first use in the model.
 
     Biases and 1-D parameters never decay (`ParamMeta.decay`). `--decoupled-lr` applies to the word embeddings and the
     output layer only (`ParamMeta.embedding_or_output`), as in Megatron: learned positions have the ordinary rate.
@@ -258,7 +292,6 @@ def build_param_groups(
         if decoupled := meta.embedding_or_output and config.decoupled_lr is not None:
             max_lr, min_lr = config.decoupled_lr or 0.0, floor
         groups[meta.group] = ParamGroup(
-            params=[],
             name=meta.group,
             lr=max_lr,
             weight_decay=config.weight_decay * wd_mult,
@@ -267,6 +300,4 @@ def build_param_groups(
             min_lr=min_lr,
             decoupled=decoupled,
         )
-    for key, parameter in parameters:
-        groups[key]["params"].append(parameter)
     return list(groups.values())

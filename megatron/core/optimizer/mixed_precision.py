@@ -106,7 +106,7 @@ class MixedPrecisionOptimizer(Stepper):
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """torch's: the scheduler writes lr and weight_decay into them. None where this rank has nothing to update."""
+        """Rates by kind of parameter, which the scheduler writes; none where this rank has nothing to update."""
         return self._update.param_groups
 
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
-from megatron.core.dist_checkpointing.planning import PlanCache
+from megatron.core.dist_checkpointing.pieces import PlanCache
 from megatron.core.dist_checkpointing.saving import (
     AsyncSaver,
     Guard,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import planning
-from megatron.core.dist_checkpointing.planning import PieceFacts, PieceLoadPlanner, PlanCache, place_pieces
+from megatron.core.dist_checkpointing.pieces import PieceFacts, PlanCache, place_pieces
+from megatron.core.dist_checkpointing.planning import PieceLoadPlanner
 from megatron.core.dist_checkpointing.state import LocalPiece
 from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 

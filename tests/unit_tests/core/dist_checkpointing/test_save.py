@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.catalog import choose
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.loading import find, load_pieces
-from megatron.core.dist_checkpointing.planning import PlanCache
+from megatron.core.dist_checkpointing.pieces import PlanCache
 from megatron.core.dist_checkpointing.saving import save
 from tests.harness.faults import FileFaults
 from tests.harness.pieces import FlatShard, flat_shards, whole_tensors

@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing.catalog import choose
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
+from megatron.core.dist_checkpointing.dcp_reader import SafeStorageReader
+from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import (
     ITEM_BYTES,
     StoredTensor,
@@ -18,7 +19,6 @@ from megatron.core.dist_checkpointing.safetensors_format import (
 )
 from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.dist_checkpointing.storage import SafeStorageReader
 from tests.harness.pieces import whole_tensors
 
 

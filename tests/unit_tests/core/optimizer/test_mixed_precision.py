@@ -556,15 +556,15 @@ CASTS = {  # (weights, flags) -> bytes of temporaries an element: of the batch, 
 
 
 def steps_of(dtype, flags, *, most: int | None, monkeypatch, snapshot: bool = False):
-    """(weights after three steps, tracked peaks, buffer, calls of torch's step). most: bytes of temporaries."""
+    """(weights after three steps, tracked peaks, buffer, calls of the update). most: bytes of temporaries."""
     if most is not None:
         monkeypatch.setattr(mixed_precision, "MAX_CAST_BYTES", most)
     config = DistributedDataParallelConfig(ddp_bucket_size=20, **flags)
     buffer, _ = make(model(dtype), ddp_config=config)
     tracker = MemoryTracker()
     optimizer = build_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), buffer, PS, tracker)
-    calls, real = [], optimizer._update._torch.step
-    monkeypatch.setattr(optimizer._update._torch, "step", lambda: (calls.append(1), real())[1])
+    calls, real = [], optimizer._update._update
+    monkeypatch.setattr(optimizer._update, "_update", lambda due: (calls.append(1), real(due))[1])
     for step in range(3):
         set_grads(buffer, step)
         if snapshot:
