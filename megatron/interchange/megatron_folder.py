@@ -90,7 +90,7 @@ def settings(archive: Archive) -> tuple[dict[str, Any], int]:
 
 def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict[str, ArrayTensor]:
     path = directory / METADATA
-    found = metadata if isinstance(metadata, Inert) else Inert()
+    found = metadata if isinstance(metadata, Inert) else Inert("")
     described, places = found.get("state_dict_metadata"), found.get("storage_data")
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise CheckpointError(f"{path}: no description of a torch_dist checkpoint")

@@ -124,7 +124,7 @@ def _shard(directory: Path, file: str, optimizer: bool) -> _Shard:
         def held(prefix: str, named: Iterable[tuple[Any, Any]]) -> dict[Key, ArrayTensor]:
             found = ((str(name), archive.tensor(one)) for name, one in named)
             return {
-                (prefix, name): ArrayTensor.whole(tensor.dtype, tensor.shape, file, tensor.begin)
+                (prefix, name): ArrayTensor.whole(tensor, file)
                 for name, tensor in found
                 if tensor is not None and not name.endswith("_extra_state")
             }

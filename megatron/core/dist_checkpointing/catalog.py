@@ -32,13 +32,12 @@ from megatron.core.dist_checkpointing.source import SourceTensor
 from megatron.core.dist_checkpointing.verification import verify_file
 from megatron.core.safe_files import read_bytes
 from megatron.core.schema import Place
-from megatron.core.words import printable, printable_json
+from megatron.core.words import first_of, printable, printable_json
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LEASE_FILE = "lease.json"
 CONSOLE_FILE = "console.log"  # what a run that is shown on a terminal writes in full
 MAX_TRACKER_BYTES = 64
-_SHOWN = 6  # names of a folder that holds none
 _NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept|damaged)-([0-9a-f]{1,32}))?")
 
 
@@ -267,8 +266,7 @@ def _nothing_in(root: Path) -> str:
     # What this run has put there, and hidden names, say nothing of what the folder was meant for.
     own = (LEASE_FILE, CONSOLE_FILE)
     names = [name for name in names_in(root) if name not in own and not name.startswith(".")]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    holds = f"; it holds {', '.join(map(ascii, names[:_SHOWN]))}{more}" if names else ""
+    holds = f"; it holds {first_of([*map(ascii, names)])}" if names else ""
     return f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*{holds}"
 
 
