@@ -124,7 +124,7 @@ def read_text(path: StrPath, *, max_bytes: int, follow: bool = False) -> str:
 
 
 def read_json(path: StrPath, *, max_bytes: int, follow: bool = False) -> Any:
-    """The value in a JSON file. Raises OSError, and FileContentError naming one that is none or is nested too deeply."""
+    """The value in a JSON file. Raises OSError, and FileContentError naming one that is none or nested too deeply."""
     text = read_text(path, max_bytes=max_bytes, follow=follow)
     try:
         return json.loads(text)

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.source import SourceTensor, TensorSource
 from megatron.core.safe_files import read_bytes
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.hf_folder import HFSource, open_folder
+from megatron.interchange.hf_folder import open_folder
 from megatron.interchange.megatron_folder import METADATA, MegatronSource, open_torch_dist
 from megatron.interchange.megatron_ranks import open_torch
 from megatron.interchange.tokenizer_files import tokenizer_flags
@@ -97,13 +97,11 @@ def _hugging_face(
         raise CheckpointError(f"{root}: {what} is below it: give --load {root / what.directory}")
     if ckpt_step is not None:
         raise CheckpointError(f"{root}: {what} has no iterations: leave --ckpt-step {ckpt_step} out")
-    folder = open_folder(root, heeded(settings))
-    held = folder.model.vocab_size
-    source = HFSource(folder, max(held, rows or 0))
-    tokenizer = tokenizer_flags(root, held)
+    source = open_folder(root, heeded(settings), rows or 0)
+    tokenizer = tokenizer_flags(root, source.model.vocab_size)
     if tokenizer["tokenizer_type"] == "NullTokenizer":
         tokenizer = {}  # the folder has none: whose ids these are, nobody says
-    config = {**folder.model.flags, **tokenizer, "padded_vocab_size": source.padded_vocab_size}
+    config = {**source.model.flags, **tokenizer, "padded_vocab_size": source.padded_vocab_size}
     return _foreign(source, root, {"config": config})
 
 

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular, sha256_of
 from megatron.core.dist_checkpointing.manifest import FILE_NAME
@@ -33,18 +33,9 @@ _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class HFFolder:
-    """A folder whose headers have been read. arrays: by their names in the files."""
-
-    directory: Path
-    model: HFModel
-    json: Mapping[str, Any]
-    arrays: Mapping[str, ArrayTensor]
-
-
-def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFolder:
+def open_folder(directory: Path, given: Mapping[str, Any] | None = None, rows: int = 0) -> HFSource:
     """Read config.json, index and headers; no weights. given: our fields that flags give, see `Architecture.read`.
+    rows: of our vocabulary, where it may have more than theirs.
 
     Raises CheckpointError (InterchangeError for what the model lacks) naming file and field.
     """
@@ -56,7 +47,7 @@ def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFo
                 before = _chunk(arrays[name]).file
                 raise CheckpointError(f"{directory}: tensor {name!r:.200} is in {before} and in {file}")
             arrays[name] = array
-    return HFFolder(directory, model, json_config, arrays)
+    return HFSource(directory, model, json_config, arrays, max(model.vocab_size, rows))
 
 
 def read_config_file(path: Path, given: Mapping[str, Any] | None = None) -> tuple[HFModel, dict[str, Any]]:
@@ -112,47 +103,45 @@ def _chunk(tensor: ArrayTensor) -> ArrayChunk:
 
 @dataclasses.dataclass(frozen=True)
 class HFSource:
-    """The folder's weights under our names: a `Source`. padded_vocab_size: rows of ours."""
+    """A folder whose headers have been read, and its weights under our names: a `Source`.
 
-    folder: HFFolder
+    arrays: by their names in the files. padded_vocab_size: rows of ours.
+    """
+
+    directory: Path
+    model: HFModel
+    json: Mapping[str, Any]
+    arrays: Mapping[str, ArrayTensor]
     padded_vocab_size: int
+    follows_links: ClassVar[bool] = True  # a downloaded model is a folder of links into a store
 
     @functools.cached_property
     def catalogue(self) -> Catalogue:
-        model = self.folder.model
+        model = self.model
         return model.architecture.catalogue(model.config(), model.vocab_size, self.padded_vocab_size)
 
     @property
-    def directory(self) -> Path:
-        return self.folder.directory
-
-    @property
-    def follows_links(self) -> bool:
-        """A downloaded model is a folder of links into a store."""
-        return True
-
-    @property
     def described_in(self) -> Path:
-        return self.folder.directory / CONFIG
+        return self.directory / CONFIG
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, ArrayTensor]:
         """Raises InterchangeError listing all tensors that have no place, on either side."""
-        return _mapped(self.folder, self.catalogue)
+        return _mapped(self)
 
     @property
     def files(self) -> Collection[str]:
-        return sorted({_chunk(tensor).file for tensor in self.folder.arrays.values()})
+        return sorted({_chunk(tensor).file for tensor in self.arrays.values()})
 
     def verify_file(self, name: str) -> None:
         """The format has no digests: that the header is still the one that was read, and that a tied output layer in
         this file is the word embeddings."""
-        here = {key: array for key, array in self.folder.arrays.items() if _chunk(array).file == name}
+        here = {key: array for key, array in self.arrays.items() if _chunk(array).file == name}
         if _header(self.directory, name) != here:
             raise CheckpointError(f"{self.directory / name}: changed while it was read")
-        architecture = self.folder.model.architecture
+        architecture = self.model.architecture
         if architecture.head in here and architecture.head not in self.catalogue.theirs:
-            word = _named(self.folder)[architecture.word]
+            word = _named(self)[architecture.word]
             if _digest(self.directory, here[architecture.head]) != _digest(self.directory, word):
                 raise InterchangeError(
                     f"{self.directory}: {architecture.head} differs from {architecture.word}, which config.json "
@@ -160,7 +149,7 @@ class HFSource:
                 )
 
 
-def _named(folder: HFFolder) -> dict[str, ArrayTensor]:
+def _named(folder: HFSource) -> dict[str, ArrayTensor]:
     """The arrays by the names of the architecture's table: files of a bare model leave out its prefix."""
     architecture, base = folder.model.architecture, folder.model.architecture.base
     bare = not any(name.startswith(base) for name in folder.arrays)
@@ -170,9 +159,9 @@ def _named(folder: HFFolder) -> dict[str, ArrayTensor]:
     }
 
 
-def _mapped(folder: HFFolder, catalogue: Catalogue) -> dict[str, ArrayTensor]:
+def _mapped(folder: HFSource) -> dict[str, ArrayTensor]:
     """Our tensors out of theirs. Raises InterchangeError."""
-    architecture, arrays = folder.model.architecture, _named(folder)
+    architecture, arrays, catalogue = folder.model.architecture, _named(folder), folder.catalogue
     tied = {architecture.head} - catalogue.theirs.keys()  # a copy: see verify_file
     counted = {
         name: array.shape

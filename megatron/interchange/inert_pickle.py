@@ -53,9 +53,14 @@ class Inert:
         self.path, self.args = path, args
         self.state: Any = {}
 
-    def get(self, name: str) -> Any:
-        """A field of its state; None where there is none of that name."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
+
+def at(value: Any, *names: str | int) -> Any:
+    """What a value has by a name, and that by the next one: an item of a dict, a field of a state; None where there is
+    none."""
+    for name in names:
+        fields = value.state if isinstance(value, Inert) else value
+        value = fields.get(name) if isinstance(fields, dict) else None
+    return value
 
 
 # Opcodes whose argument is the value, and those that make one of nothing. What only protocol 0 needs is not read.

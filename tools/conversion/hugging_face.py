@@ -23,7 +23,7 @@ from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import publish_text, published, read_bytes, read_json, sync_directory
 from megatron.core.words import size_text
 from megatron.interchange.architecture import MEANINGLESS, InterchangeError
-from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
+from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, open_folder
 from megatron.interchange.known import architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
@@ -48,19 +48,17 @@ def import_folder(
 
     dtype: a key of DTYPES; as stored if not given. Raises CheckpointError; a killed call goes on where it was.
     """
-    opened = open_folder(folder, given)
-    source = HFSource(opened, opened.model.vocab_size)
+    source = open_folder(folder, given)
+    rows = source.model.vocab_size
     beside = save / BESIDE
     _tokenizer_files(folder)
 
     def settings() -> dict[str, Any]:
         there = beside if _copy_tokenizer(folder, beside) else folder
-        return {**opened.model.flags, **tokenizer_flags(there, opened.model.vocab_size)}
+        return {**source.model.flags, **tokenizer_flags(there, rows)}
 
-    facts = [opened.json, {key: dataclasses.astuple(array) for key, array in opened.arrays.items()}]
-    return write_checkpoint(
-        source, save, settings, opened.model.vocab_size, facts, dtype, max_shard_bytes, say
-    )
+    facts = [source.json, {key: dataclasses.astuple(array) for key, array in source.arrays.items()}]
+    return write_checkpoint(source, save, settings, rows, facts, dtype, max_shard_bytes, say)
 
 
 def _tokenizer_files(folder: Path) -> list[str]:

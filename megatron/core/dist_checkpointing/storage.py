@@ -134,11 +134,9 @@ class SafeStorageReader(StorageReader):
         placed = [(*self._where[item.storage_index], item) for item in plan.items]
         placed.sort(key=lambda one: (one[0].file, one[0].begin))
         for name, parts in itertools.groupby(placed, lambda one: one[0].file):
-            with (
-                ChunkReader(self.directory / name, follow=self._follow)
-                if name
-                else contextlib.nullcontext() as reader
-            ):
+            path = self.directory / name
+            with open_regular(path, follow=self._follow) if name else contextlib.nullcontext() as fd:
+                reader = None if fd is None else ChunkReader(fd, path)
                 for chunk, dtype, item in parts:
                     target = planner.resolve_tensor(item).detach()
                     if reader is None:
@@ -159,19 +157,11 @@ class SafeStorageReader(StorageReader):
 
 
 class ChunkReader:
-    """Reads parts of the arrays of one file, one array in memory at a time."""
+    """Reads parts of the arrays of an open file, one array in memory at a time."""
 
-    def __init__(self, path: Path, *, follow: bool = False) -> None:
-        self._path, self._follow, self._stack = path, follow, contextlib.ExitStack()
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd, self._path = fd, path
         self._array: tuple[int, Tensor] | None = None
-
-    def __enter__(self) -> ChunkReader:
-        self._fd = self._stack.enter_context(open_regular(self._path, follow=self._follow))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._array = None
-        self._stack.close()
 
     def read(self, chunk: StoredChunk, dtype: torch.dtype, box: Rectangle | None = None) -> Tensor:
         """The values of a chunk, or of a rectangle of it. Only the rows (dim 0 of the array) that it spans are read,
