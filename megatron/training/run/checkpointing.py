@@ -281,15 +281,17 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
 
 
 def load_for_inference(
-    load_dir: str, ckpt_step: int | None = None
+    load_dir: str, ckpt_step: int | None = None, max_position_embeddings: int | None = None
 ) -> tuple[dict[str, Any], Callable[..., None]]:
     """The flat configuration of a model that a run can load, of any format, and a function that fills a model's pieces,
     (pieces, ps=None), without an optimizer. Weights are converted into the pieces' dtypes. With ps it communicates over
-    the world, and the pieces of all ranks are the whole model.
+    the world, and the pieces of all ranks are the whole model. max_position_embeddings: as many as are used of a
+    Hugging Face model, which may have more than its attention window spans.
 
     Raises CheckpointError when the folder holds none, or what cannot be read.
     """
-    choice = to_be_loaded({"load": load_dir, "ckpt_step": ckpt_step, "finetune": True})
+    used = {"hidden_dropout": 0.0, "max_position_embeddings": max_position_embeddings}
+    choice = to_be_loaded({"load": load_dir, "ckpt_step": ckpt_step, "finetune": True, **used})
     if (found := choice.found) is None:
         raise CheckpointError("; ".join(choice.notes))
 
@@ -301,4 +303,8 @@ def load_for_inference(
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
         place = found.place("common.config")
         place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")
+    if max_position_embeddings not in (None, positions := config.get("max_position_embeddings")):
+        found.place("common.config.max_position_embeddings").fail(
+            f"{max_position_embeddings} as given", positions
+        )
     return config, load
