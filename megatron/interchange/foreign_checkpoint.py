@@ -33,7 +33,7 @@ from megatron.interchange.tokenizer_files import tokenizer_flags
 
 # Settings of a run that decide how a config.json is read.
 HEEDED = ("max_position_embeddings", "hidden_dropout")
-_WORDS = "model.embedding.word_embeddings.weight"
+EMBEDDING = "model.embedding.word_embeddings.weight"
 _MODEL = {field.name for field in dataclasses.fields(TransformerConfig)}
 _TAKEN = {
     field.name
@@ -98,11 +98,8 @@ def _hugging_face(
     if ckpt_step is not None:
         raise CheckpointError(f"{root}: {what} has no iterations: leave --ckpt-step {ckpt_step} out")
     source = open_folder(root, heeded(settings), rows or 0)
-    tokenizer = tokenizer_flags(root, source.model.vocab_size)
-    if tokenizer["tokenizer_type"] == "NullTokenizer":
-        tokenizer = {}  # the folder has none: whose ids these are, nobody says
-    config = {**source.model.flags, **tokenizer, "padded_vocab_size": source.padded_vocab_size}
-    return _foreign(source, root, {"config": config})
+    rows_here = {"padded_vocab_size": source.padded_vocab_size}
+    return _foreign(source, {"config": {**source.model.flags, **tokenizer_flags(root), **rows_here}})
 
 
 def heeded(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,13 +131,13 @@ def _megatron_settings(source: MegatronSource) -> dict[str, Any]:
     stated = {name: one for name, one in source.args.items() if name in _TAKEN and one is not None}
     if missing := [name for name in _NEEDED if name not in stated]:
         raise CheckpointError(f"{source.described_in}: its args say nothing of {', '.join(missing)}")
-    if _WORDS not in source.tensors:
-        raise CheckpointError(f"{source.described_in}: no {_WORDS.removeprefix('model.')}")
+    if EMBEDDING not in source.tensors:
+        raise CheckpointError(f"{source.described_in}: no {EMBEDDING.removeprefix('model.')}")
     model = {name: one for name, one in stated.items() if name in _MODEL}
     sizes = {name: _count(source, name) for name in (*_NEEDED, "num_query_groups") if name in stated}
     resolved = vars(TransformerConfig(**{**model, **sizes}).resolved())
     derived = {name: resolved[name] for name in ("ffn_hidden_size", "kv_channels", "num_query_groups")}
-    return {**stated, **derived, "padded_vocab_size": source.tensors[_WORDS].shape[0]}
+    return {**stated, **derived, "padded_vocab_size": source.tensors[EMBEDDING].shape[0]}
 
 
 def _count(source: MegatronSource, name: str, default: int = 0) -> int:
@@ -171,11 +168,13 @@ def _megatron(source: MegatronSource) -> Foreign:
         "nan_policy": {"consecutive_skips": 0},
         "config": _megatron_settings(source),
     }
-    return _foreign(source, source.directory, common)
+    return _foreign(source, common)
 
 
-def _foreign(source: TensorSource, directory: Path, common: Mapping[str, Any]) -> Foreign:
+def _foreign(source: TensorSource, common: Mapping[str, Any]) -> Foreign:
     facts = repr((sorted(source.tensors.items()), sorted(common.items())))
     counters = common.get("iteration", 0), common.get("consumed_train_samples", 0)
     manifest = Manifest(*counters, 1, {}, "", "", "", {}, {}, common, ())
-    return Foreign(directory, counters[0], manifest, hashlib.sha256(facts.encode()).hexdigest(), source)
+    return Foreign(
+        source.directory, counters[0], manifest, hashlib.sha256(facts.encode()).hexdigest(), source
+    )

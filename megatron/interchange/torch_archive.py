@@ -37,11 +37,10 @@ _KEY = re.compile(r"[0-9]{1,12}")
 
 
 class Storage(NamedTuple):
-    """key: the member's name below `data/`. numel: elements."""
+    """key: the member's name below `data/`."""
 
     key: str
     dtype: str
-    numel: int
 
 
 class _Part(io.RawIOBase):
@@ -189,7 +188,7 @@ class Archive:
         kind = getattr(pid[1], "path", "") if right else ""
         if kind not in STORAGES or not isinstance(pid[2], str) or not _KEY.fullmatch(pid[2]):
             raise CheckpointError(f"{self._path}: a storage of {kind or 'no type'!r:.80}, which is not read")
-        return Storage(pid[2], STORAGES[kind], pid[4])
+        return Storage(pid[2], STORAGES[kind])
 
 
 def is_dims(value: Any) -> TypeGuard[Dims]:

@@ -56,7 +56,7 @@ def import_folder(
 
     def settings() -> dict[str, Any]:
         there = beside if _copy_tokenizer(folder, beside) else folder
-        return {**source.model.flags, **tokenizer_flags(there, rows)}
+        return {**source.model.flags, **tokenizer_flags(there)}
 
     facts = [source.json, {key: dataclasses.astuple(array) for key, array in source.arrays.items()}]
     return write_checkpoint(source, save, settings, rows, facts, dtype, max_shard_bytes, say)

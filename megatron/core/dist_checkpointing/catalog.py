@@ -243,8 +243,6 @@ def holds_any(root: Path) -> bool:
 def _ours(root: Path) -> dict[int, Path]:
     """`candidates`. Raises CheckpointError for the checkpoints of others."""
     there = candidates(list_entries(root))
-    if holds_ours(root) and not (root / MANIFEST_NAME).exists():
-        return there
     if (root / MANIFEST_NAME).exists():
         if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
             how = f"--load {root.parent} --ckpt-step {int(match[1])} loads it"
@@ -253,7 +251,7 @@ def _ours(root: Path) -> dict[int, Path]:
             f"{root}: one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, the "
             f"number being field 'iteration' of its {MANIFEST_NAME}, and give --load DIR"
         )
-    if (what := recognise(root)) is not None:
+    if not holds_ours(root) and (what := recognise(root)) is not None:
         told = f"{min(there.values()) / MANIFEST_NAME}: missing: not a" if there else f"{root}: no"
         raise CheckpointError(f"{told} checkpoint of ours but {what}; {what.fix}")
     return there
