@@ -149,11 +149,10 @@ def _count(source: MegatronSource, name: str, default: int = 0) -> int:
 
 
 def _megatron(source: MegatronSource) -> Foreign:
-    iteration = source.iteration
-    batch = _count(source, "global_batch_size")
+    samples = source.iteration * _count(source, "global_batch_size")
     counters = {
-        "iteration": iteration,
-        "consumed_train_samples": _count(source, "consumed_train_samples", iteration * batch),
+        "iteration": source.iteration,
+        "consumed_train_samples": _count(source, "consumed_train_samples", samples),
     }
     state = {
         **counters,
@@ -161,14 +160,8 @@ def _megatron(source: MegatronSource) -> Foreign:
         "skipped_train_samples": _count(source, "skipped_train_samples"),
         "num_floating_point_operations_so_far": 0.0,
     }
-    common = {
-        **counters,
-        **source.state,
-        "train_state": state,
-        "nan_policy": {"consecutive_skips": 0},
-        "config": _megatron_settings(source),
-    }
-    return _foreign(source, common)
+    run = {"train_state": state, "nan_policy": {"consecutive_skips": 0}, "config": _megatron_settings(source)}
+    return _foreign(source, {**counters, **source.state, **run})
 
 
 def _foreign(source: TensorSource, common: Mapping[str, Any]) -> Foreign:

@@ -174,9 +174,8 @@ class ChunkReader:
             part, rows = self._whole(chunk, dtype), 0
         else:
             part, rows = self._rows(chunk, dtype, offset[:1], shape[:1]), 1
-        for dim in range(part.dim()):
-            if dim >= rows:
-                part = part.narrow(dim, offset[dim], shape[dim])
+        for dim in range(rows, part.dim()):
+            part = part.narrow(dim, offset[dim], shape[dim])
         return part.t() if chunk.transposed else part
 
     def _whole(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
