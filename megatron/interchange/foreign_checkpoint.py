@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.catalog import (
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.foreign import MEGATRON, Recognised, recognise
 from megatron.core.dist_checkpointing.manifest import Manifest
-from megatron.core.dist_checkpointing.source import SourceTensor, TensorSource
+from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.safe_files import read_bytes
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
@@ -50,25 +50,6 @@ class Foreign(Found):
     tensors."""
 
     source: TensorSource
-
-    @property
-    def described_in(self) -> Path:
-        return self.source.described_in
-
-    @property
-    def follows_links(self) -> bool:
-        return self.source.follows_links
-
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self.source.tensors
-
-    @property
-    def files(self) -> Collection[str]:
-        return self.source.files
-
-    def verify_file(self, name: str) -> None:
-        self.source.verify_file(name)
 
 
 def opener(settings: Mapping[str, Any], *, rows: int | None = None) -> OpenOther:
@@ -168,6 +149,6 @@ def _foreign(source: TensorSource, common: Mapping[str, Any]) -> Foreign:
     facts = repr((sorted(source.tensors.items()), sorted(common.items())))
     counters = common.get("iteration", 0), common.get("consumed_train_samples", 0)
     manifest = Manifest(*counters, 1, {}, "", "", "", {}, {}, common, ())
-    return Foreign(
-        source.directory, counters[0], manifest, hashlib.sha256(facts.encode()).hexdigest(), source
-    )
+    digest = hashlib.sha256(facts.encode()).hexdigest()
+    where = source.described_in, source.tensors, source.files, source.verify_file, source.follows_links
+    return Foreign(source.directory, counters[0], manifest, digest, *where, source)

@@ -17,6 +17,7 @@ would lose work unasked: it is refused, and the message says how to choose the o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import stat
@@ -62,32 +63,24 @@ class IterationFolder(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A checkpoint whose manifest parses and whose files have the right sizes (digests: `verify`)."""
+    """A checkpoint whose manifest parses and whose files have the right sizes (digests: `verify_file`), as a
+    `TensorSource`."""
 
     directory: Path
     iteration: int
     manifest: Manifest
     manifest_sha256: str
+    described_in: Path
+    tensors: Mapping[str, SourceTensor]
+    files: Collection[str]
+    verify_file: Callable[[str], None]
+    follows_links: bool
 
-    @property
-    def described_in(self) -> Path:
-        return self.directory / MANIFEST_NAME
-
-    @property
-    def follows_links(self) -> bool:
-        return False
-
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self.manifest.tensors
-
-    @property
-    def files(self) -> Collection[str]:
-        return self.manifest.files
-
-    def verify_file(self, name: str) -> None:
-        """SHA-256 and header of a file. Raises CheckpointError."""
-        verify_file(self.directory, self.manifest, name)
+    @staticmethod
+    def of_ours(directory: Path, iteration: int, manifest: Manifest, manifest_sha256: str) -> Found:
+        stated, verify = directory / MANIFEST_NAME, functools.partial(verify_file, directory, manifest)
+        own = stated, manifest.tensors, manifest.files, verify, False
+        return Found(directory, iteration, manifest, manifest_sha256, *own)
 
     def place(self, where: str = "") -> Place:
         """A field of its manifest, for messages."""
@@ -181,7 +174,7 @@ def open_directory(directory: Path, iteration: int) -> Found:
     for path in sorted(directory.iterdir()):
         if path.name not in listed and not path.name.startswith("."):  # file systems leave hidden files
             raise CheckpointError(f"{path}: not listed in {MANIFEST_NAME}; a checkpoint holds nothing else")
-    return Found(directory, iteration, manifest, digest)
+    return Found.of_ours(directory, iteration, manifest, digest)
 
 
 def choose(root: Path, ckpt_step: int | None = None, open_other: OpenOther = open_no_other) -> LoadChoice:

@@ -51,7 +51,7 @@ def find(
             found = None if of_ours else open_other(Path(root), ckpt_step)
             if found is None:
                 directory = Path(root) / name
-                found = Found(directory, iteration, *read_manifest(directory))
+                found = Found.of_ours(directory, iteration, *read_manifest(directory))
             if found.manifest_sha256 != digest:
                 raise CheckpointError(
                     f"{found.described_in}: this rank reads SHA-256 {found.manifest_sha256}, rank 0 {digest}: "
