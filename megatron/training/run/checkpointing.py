@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.saving import (
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.words import counted
+from megatron.core.words import counted, first_of
 from megatron.interchange.foreign_checkpoint import opener
 from megatron.training.config.saved_config import (
     MODEL_PREFIX,
@@ -251,11 +251,11 @@ class Checkpointer:
         there = sorted(catalog.candidates(catalog.list_entries(Path(flags.save))))
         last = loaded.iteration if loaded is not None and goes_on else -1
         self._owned = {iteration for iteration in there if iteration <= last}
-        if others := [iteration for iteration in there if iteration > last]:
-            shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        if others := [str(iteration) for iteration in there if iteration > last]:
             self._say(
-                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations {shown}): they "
-                "are never removed, and where this run saves the same iteration they are put aside as iter_*.kept-*"
+                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations "
+                f"{first_of(others)}): they are never removed, and where this run saves the same iteration they are "
+                "put aside as iter_*.kept-*"
             )
 
     def _saved(self, directory: Path | None) -> Path | None:
