@@ -110,10 +110,10 @@ def fitting(args: argparse.Namespace, config: Config) -> Config:
     if length is None:  # a harness gives a model all that it can take
         length = model.seq_length if args.tasks is None else model.max_position_embeddings or model.seq_length
     learned, limit = model.position_embedding_type == "learned_absolute", model.max_position_embeddings
-    if learned and length > limit:
+    if (learned or args.max_position_embeddings is not None) and length > limit:
+        kind = "learned positions" if learned else "positions"
         raise ValueError(
-            f"--seq-length {length}: the model has {limit} learned positions (--max-position-embeddings): give at most "
-            f"{limit}"
+            f"--seq-length {length}: the model has {limit} {kind} (--max-position-embeddings): give at most {limit}"
         )
     return config.replace(seq_length=length)
 

@@ -41,6 +41,7 @@ def model_parser(script: str, about: str | None) -> argparse.ArgumentParser:
         parser,
         {
             "--ckpt-step N": "iteration to load; default the newest",
+            "--max-position-embeddings N": "of a Hugging Face model whose attention window spans no more",
             "--device NAME": "default: cuda where there is a GPU, else cpu",
             "--tensor-model-parallel-size N=1": "under torchrun",
             "--pipeline-model-parallel-size N=1": "under torchrun",
@@ -86,11 +87,14 @@ def chosen_device(device: str | None) -> str:
     return device
 
 
-def open_checkpoint(directory: str, ckpt_step: int | None) -> tuple[Config, Load]:
-    """The model's whole configuration, and what fills pieces of it. Raises CheckpointError."""
+def open_checkpoint(
+    directory: str, ckpt_step: int | None, positions: int | None = None
+) -> tuple[Config, Load]:
+    """The model's whole configuration, and what fills pieces of it. positions: `--max-position-embeddings`. Raises
+    CheckpointError."""
     from megatron.training.run.checkpointing import load_for_inference
 
-    values, load = load_for_inference(directory, ckpt_step)
+    values, load = load_for_inference(directory, ckpt_step, positions)
     config = Config.from_flat(values)
     if config.model.padded_vocab_size is None:
         raise CheckpointError(
@@ -107,26 +111,21 @@ def filled_model(config: Config, load: Load, ps: ParallelState) -> GPTModel:
     import torch
 
     from megatron.core.dist_checkpointing.state import pieces_of
-    from megatron.core.models.gpt.gpt import GPTModel
     from megatron.core.tensor_parallel.mappings import TensorParallel
+    from megatron.training.run.build import part_of_model
     from megatron.training.run.checkpointing import MODEL_PREFIX
 
-    layers, vocabulary = config.model.num_layers, config.model.padded_vocab_size
-    stage, stages = ps.pp_rank, ps.pp_size
-    assert vocabulary is not None, "open_checkpoint refuses such a configuration"
+    layers, stage, stages = config.model.num_layers, ps.pp_rank, ps.pp_size
     if layers < stages:
         raise ValueError(f"--pipeline-model-parallel-size {stages}: the model has {counted(layers, 'layer')}")
-    model = GPTModel(
-        config.model,
-        padded_vocab_size=vocabulary,
-        seed=config.training.seed,
-        params_dtype=getattr(torch, config.params_dtype),
-        device="meta",
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
-        layers=range(layers * stage // stages, layers * (stage + 1) // stages),
-        tp=TensorParallel.of(ps, False),
-    )
+    with torch.device("meta"):
+        model = part_of_model(
+            config,
+            pre_process=stage == 0,
+            post_process=stage == stages - 1,
+            layers=range(layers * stage // stages, layers * (stage + 1) // stages),
+            tp=TensorParallel.of(ps, False),
+        )
     model.to_empty(device=ps.device.torch_device)
     prefix = MODEL_PREFIX.removesuffix(".")
     named = model.named_parameters()
@@ -160,7 +159,7 @@ def join_and_open(args: argparse.Namespace, env: LaunchEnv) -> tuple[ParallelSta
 
     ps = join_ranks(args, env)
     with step() as opened:
-        config, load = open_checkpoint(args.load, args.ckpt_step)
+        config, load = open_checkpoint(args.load, args.ckpt_step, args.max_position_embeddings)
     opened.gather(ps)
     return ps, config, load
 

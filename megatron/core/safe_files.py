@@ -53,6 +53,10 @@ class UnsafeFileError(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
+class FileContentError(ValueError):
+    """What is in a file is not what is read there; the message names it."""
+
+
 def kind_of(mode: int) -> str:
     """What something that is no regular file is. mode: st_mode."""
     return _KINDS.get(stat.S_IFMT(mode), "no file")
@@ -112,22 +116,22 @@ def read_bytes(path: StrPath, *, max_bytes: int, follow: bool = False) -> bytes:
 
 
 def read_text(path: StrPath, *, max_bytes: int, follow: bool = False) -> str:
-    """The same, as UTF-8. Raises OSError, and ValueError naming a file that is no text."""
+    """The same, as UTF-8. Raises OSError, and FileContentError naming a file that is no text."""
     try:
         return read_bytes(path, max_bytes=max_bytes, follow=follow).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise FileContentError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def read_json(path: StrPath, *, max_bytes: int, follow: bool = False) -> Any:
-    """The value in a JSON file. Raises OSError, and ValueError naming a file that is none or is nested too deeply."""
+    """The value in a JSON file. Raises OSError, and FileContentError naming one that is none or nested too deeply."""
     text = read_text(path, max_bytes=max_bytes, follow=follow)
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+        raise FileContentError(f"{path}: not JSON: {error}") from None
     except RecursionError:
-        raise ValueError(f"{path}: not JSON of ours: nested too deeply") from None
+        raise FileContentError(f"{path}: not JSON of ours: nested too deeply") from None
 
 
 def read_rows(path: StrPath) -> list[dict[str, str]]:

@@ -26,6 +26,7 @@ _LETTERS = ("", *"kMGTPEZYRQ", *"qryzafpnum")  # by power of 1000; from the end:
 _MOST_POWER = 10
 _SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+FIRST = 8  # of many texts, before it is said how many more
 _LONG_S = 120  # from here on a time is 0:02:00
 _PLURALS = {"corpus": "corpora", "index": "indices", "entry": "entries", "is": "are", "has": "have"}
 
@@ -120,6 +121,12 @@ def share_text(share: float | None, places: int = 1) -> str:
     if abs(share) >= 1e4:
         return f"{plain(min(max(100 * share, -1e99), 1e99))}%"
     return f"{round(100 * share, places) + 0.0:,.{places}f}%"  # never -0
+
+
+def first_of(texts: Sequence[str], between: str = ", ") -> str:
+    """The first of many texts, and how many more there are."""
+    more = f" and {len(texts) - FIRST} more" if len(texts) > FIRST else ""
+    return between.join(texts[:FIRST]) + more
 
 
 def between(ascending: Sequence[str]) -> str:

@@ -105,11 +105,8 @@ class Architecture:
         """config.json of a model of ours. Raises InterchangeError where this architecture cannot say it."""
         json: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_type}
         json["vocab_size"] = vocab_size
-        try:
-            for field in self.settings:
-                json |= field.write(config)
-        except SettingError as error:
-            raise InterchangeError(f"--model-type {self.model_type}: {error}") from None
+        for field in self.settings:
+            json |= field.write(config)
         there = self.read(json).config(seq_length=config.seq_length)
         differing = [
             f"{name} is {getattr(config, name)!r}, {self.model_type} has {getattr(there, name)!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.fields import KEY_VALUE_HEADS, integer, number, only
+from megatron.interchange.fields import KEY_VALUE_HEADS, integer, number, only, tied
 from megatron.interchange.moves import Move, all_rows, grouped_qkv, rows_of_one, stacked, whole
 from megatron.interchange.positions import ROPE
 
@@ -21,6 +21,7 @@ SIZES = (
     number("initializer_range", "init_method_std", 0.02),
     number("attention_dropout", "attention_dropout", 0.0),
 )
+LLAMA = (*SIZES, SILU, number("rms_norm_eps", "norm_epsilon", 1e-6), tied(False))
 # Without dropout on residual branches: written models get none, whatever they trained with.
 ALWAYS = {
     "position_embedding_type": "rope",

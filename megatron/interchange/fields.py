@@ -27,7 +27,8 @@ class Field(NamedTuple):
     """A setting.
 
     keys: of config.json, that it reads and writes. means: what it is here, for docs/interchange.md. read: our fields,
-    out of config.json and of the fields that flags give, which count instead. write: theirs. Both raise SettingError.
+    out of config.json and of the fields that flags give, which count instead; raises SettingError. write: theirs; what
+    they do not say of a model is refused by `Architecture.write`, which reads them again.
     """
 
     keys: tuple[str, ...]
@@ -115,25 +116,18 @@ def only(key: str, values: tuple[Any, ...], why: str, *, written: bool = True) -
 def head_dim(default: int | None = None, *, fixed: bool = False) -> Field:
     """default: where config.json leaves it out; None: hidden size / heads. fixed: config.json has no such field."""
 
-    def check(channels: int, split: int, name: str) -> None:
-        if fixed and channels != split:
-            raise SettingError(f"{name} {channels}: this architecture has hidden size / heads, {split}")
-
     def read(json: Json, given: Json) -> dict[str, Any]:
         split = integer_of(json, "hidden_size") // integer_of(json, "num_attention_heads")
         channels = default or split
         if json.get("head_dim") is not None:
             channels = integer_of(json, "head_dim")
-        check(channels, split, "head_dim")
+        if fixed and channels != split:
+            raise SettingError(f"head_dim {channels}: this architecture has hidden size / heads, {split}")
         return {"kv_channels": channels}
-
-    def write(config: TransformerConfig) -> dict[str, Any]:
-        check(config.kv_channels, config.hidden_size // config.num_attention_heads, "--kv-channels")
-        return {} if fixed else {"head_dim": config.kv_channels}
 
     usual = default or "hidden size / heads"
     means = f"{usual} alone" if fixed else f"{flag('kv_channels')}, {usual} where it is left out"
-    return Field(("head_dim",), means, read, write)
+    return Field(("head_dim",), means, read, lambda c: {} if fixed else {"head_dim": c.kv_channels})
 
 
 def tied(default: bool) -> Field:
@@ -185,19 +179,11 @@ def _read_bias(json: Json, given: Json) -> dict[str, Any]:
     )
 
 
-def _write_bias(config: TransformerConfig) -> dict[str, Any]:
-    if config.add_qkv_bias != config.add_attention_output_bias:
-        raise SettingError(
-            "attention_bias: --add-qkv-bias needs --add-attention-output-bias in this architecture"
-        )
-    return {"attention_bias": config.add_qkv_bias}
-
-
 ATTENTION_BIAS = Field(
     ("attention_bias",),
     f"{flag('add_qkv_bias')} and {flag('add_attention_output_bias')}",
     _read_bias,
-    _write_bias,
+    lambda config: {"attention_bias": config.add_qkv_bias},
 )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,18 @@ from megatron.core.dist_checkpointing.catalog import (
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.foreign import MEGATRON, Recognised, recognise
 from megatron.core.dist_checkpointing.manifest import Manifest
-from megatron.core.dist_checkpointing.source import SourceTensor, TensorSource
+from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.safe_files import read_bytes
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.hf_folder import HFSource, open_folder
+from megatron.interchange.hf_folder import open_folder
 from megatron.interchange.megatron_folder import METADATA, MegatronSource, open_torch_dist
 from megatron.interchange.megatron_ranks import open_torch
 from megatron.interchange.tokenizer_files import tokenizer_flags
 
 # Settings of a run that decide how a config.json is read.
 HEEDED = ("max_position_embeddings", "hidden_dropout")
-_WORDS = "model.embedding.word_embeddings.weight"
+EMBEDDING = "model.embedding.word_embeddings.weight"
 _MODEL = {field.name for field in dataclasses.fields(TransformerConfig)}
 _TAKEN = {
     field.name
@@ -50,25 +50,6 @@ class Foreign(Found):
     tensors."""
 
     source: TensorSource
-
-    @property
-    def described_in(self) -> Path:
-        return self.source.described_in
-
-    @property
-    def follows_links(self) -> bool:
-        return self.source.follows_links
-
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self.source.tensors
-
-    @property
-    def files(self) -> Collection[str]:
-        return self.source.files
-
-    def verify_file(self, name: str) -> None:
-        self.source.verify_file(name)
 
 
 def opener(settings: Mapping[str, Any], *, rows: int | None = None) -> OpenOther:
@@ -97,14 +78,9 @@ def _hugging_face(
         raise CheckpointError(f"{root}: {what} is below it: give --load {root / what.directory}")
     if ckpt_step is not None:
         raise CheckpointError(f"{root}: {what} has no iterations: leave --ckpt-step {ckpt_step} out")
-    folder = open_folder(root, heeded(settings))
-    held = folder.model.vocab_size
-    source = HFSource(folder, max(held, rows or 0))
-    tokenizer = tokenizer_flags(root, held)
-    if tokenizer["tokenizer_type"] == "NullTokenizer":
-        tokenizer = {}  # the folder has none: whose ids these are, nobody says
-    config = {**folder.model.flags, **tokenizer, "padded_vocab_size": source.padded_vocab_size}
-    return _foreign(source, root, {"config": config})
+    source = open_folder(root, heeded(settings), rows or 0)
+    rows_here = {"padded_vocab_size": source.padded_vocab_size}
+    return _foreign(source, {"config": {**source.model.flags, **tokenizer_flags(root), **rows_here}})
 
 
 def heeded(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,13 +112,13 @@ def _megatron_settings(source: MegatronSource) -> dict[str, Any]:
     stated = {name: one for name, one in source.args.items() if name in _TAKEN and one is not None}
     if missing := [name for name in _NEEDED if name not in stated]:
         raise CheckpointError(f"{source.described_in}: its args say nothing of {', '.join(missing)}")
-    if _WORDS not in source.tensors:
-        raise CheckpointError(f"{source.described_in}: no {_WORDS.removeprefix('model.')}")
+    if EMBEDDING not in source.tensors:
+        raise CheckpointError(f"{source.described_in}: no {EMBEDDING.removeprefix('model.')}")
     model = {name: one for name, one in stated.items() if name in _MODEL}
     sizes = {name: _count(source, name) for name in (*_NEEDED, "num_query_groups") if name in stated}
     resolved = vars(TransformerConfig(**{**model, **sizes}).resolved())
     derived = {name: resolved[name] for name in ("ffn_hidden_size", "kv_channels", "num_query_groups")}
-    return {**stated, **derived, "padded_vocab_size": source.tensors[_WORDS].shape[0]}
+    return {**stated, **derived, "padded_vocab_size": source.tensors[EMBEDDING].shape[0]}
 
 
 def _count(source: MegatronSource, name: str, default: int = 0) -> int:
@@ -154,11 +130,10 @@ def _count(source: MegatronSource, name: str, default: int = 0) -> int:
 
 
 def _megatron(source: MegatronSource) -> Foreign:
-    iteration = source.iteration
-    batch = _count(source, "global_batch_size")
+    samples = source.iteration * _count(source, "global_batch_size")
     counters = {
-        "iteration": iteration,
-        "consumed_train_samples": _count(source, "consumed_train_samples", iteration * batch),
+        "iteration": source.iteration,
+        "consumed_train_samples": _count(source, "consumed_train_samples", samples),
     }
     state = {
         **counters,
@@ -166,18 +141,14 @@ def _megatron(source: MegatronSource) -> Foreign:
         "skipped_train_samples": _count(source, "skipped_train_samples"),
         "num_floating_point_operations_so_far": 0.0,
     }
-    common = {
-        **counters,
-        **source.state,
-        "train_state": state,
-        "nan_policy": {"consecutive_skips": 0},
-        "config": _megatron_settings(source),
-    }
-    return _foreign(source, source.directory, common)
+    run = {"train_state": state, "nan_policy": {"consecutive_skips": 0}, "config": _megatron_settings(source)}
+    return _foreign(source, {**counters, **source.state, **run})
 
 
-def _foreign(source: TensorSource, directory: Path, common: Mapping[str, Any]) -> Foreign:
+def _foreign(source: TensorSource, common: Mapping[str, Any]) -> Foreign:
     facts = repr((sorted(source.tensors.items()), sorted(common.items())))
     counters = common.get("iteration", 0), common.get("consumed_train_samples", 0)
     manifest = Manifest(*counters, 1, {}, "", "", "", {}, {}, common, ())
-    return Foreign(directory, counters[0], manifest, hashlib.sha256(facts.encode()).hexdigest(), source)
+    digest = hashlib.sha256(facts.encode()).hexdigest()
+    where = source.described_in, source.tensors, source.files, source.verify_file, source.follows_links
+    return Foreign(source.directory, counters[0], manifest, digest, *where, source)

@@ -7,77 +7,61 @@ describe their files to the byte. Code and pickles that lie beside are neither r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron.core.dist_checkpointing import safetensors_format as safetensors
-from megatron.core.dist_checkpointing.files import (
-    BLOCK_BYTES,
-    CheckpointError,
-    named_errors,
-    open_regular,
-    read_exactly,
-)
+from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular, sha256_of
+from megatron.core.dist_checkpointing.manifest import FILE_NAME
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor
+from megatron.core.dist_checkpointing.verification import read_header
 from megatron.core.safe_files import read_json
+from megatron.core.words import first_of
 from megatron.interchange.architecture import HFModel, InterchangeError
 from megatron.interchange.known import read_config
-from megatron.interchange.moves import Catalogue
+from megatron.interchange.moves import Catalogue, Move
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 64 << 20
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
-_SHOWN = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class HFFolder:
-    """A folder whose headers have been read. arrays: by their names in the files."""
-
-    directory: Path
-    model: HFModel
-    json: Mapping[str, Any]
-    arrays: Mapping[str, ArrayTensor]
-
-
-def open_folder(directory: Path, given: Mapping[str, Any] | None = None) -> HFFolder:
+def open_folder(directory: Path, given: Mapping[str, Any] | None = None, rows: int = 0) -> HFSource:
     """Read config.json, index and headers; no weights. given: our fields that flags give, see `Architecture.read`.
+    rows: of our vocabulary, where it may have more than theirs.
 
     Raises CheckpointError (InterchangeError for what the model lacks) naming file and field.
     """
-    model, json_config = _read_config(directory / CONFIG, given)
+    model, json_config = read_config_file(directory, given)
     arrays: dict[str, ArrayTensor] = {}
     for file in _files(directory):
         for name, array in _header(directory, file).items():
             if name in arrays:
-                before = _array(arrays[name]).file
+                before = _chunk(arrays[name]).file
                 raise CheckpointError(f"{directory}: tensor {name!r:.200} is in {before} and in {file}")
             arrays[name] = array
-    return HFFolder(directory, model, json_config, arrays)
+    return HFSource(directory, model, json_config, arrays, max(model.vocab_size, rows))
 
 
-def read_config_file(path: Path, given: Mapping[str, Any] | None = None) -> HFModel:
-    """A config.json, or that of a folder. given: as above. Raises CheckpointError."""
-    return _read_config(path / CONFIG if path.is_dir() else path, given)[0]
-
-
-def _read_config(path: Path, given: Mapping[str, Any] | None) -> tuple[HFModel, dict[str, Any]]:
-    json_config = _json_object(path, _MAX_CONFIG_BYTES)
+def read_config_file(path: Path, given: Mapping[str, Any] | None = None) -> tuple[HFModel, dict[str, Any]]:
+    """A config.json, or that of a folder, and its content. given: as above. Raises CheckpointError."""
+    path = path / CONFIG if path.is_dir() else path
+    json_config = read_object(path, _MAX_CONFIG_BYTES)
     try:
         return read_config(json_config, given), json_config
     except InterchangeError as error:
         raise InterchangeError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
 
 
-def _json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """A JSON object in a file. Raises CheckpointError."""
     with named_errors(path):
         value = read_json(path, max_bytes=max_bytes, follow=True)
     if not isinstance(value, dict):
@@ -87,108 +71,85 @@ def _json_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 def _files(directory: Path) -> list[str]:
     """The names of the folder's files of weights, checked. Raises CheckpointError."""
-    if not os.path.lexists(directory / INDEX):
+    path = directory / INDEX
+    if not os.path.lexists(path):
         if os.path.lexists(directory / SINGLE):
             return [SINGLE]
-        names = sorted(os.listdir(directory))
-        if any(re.fullmatch(r"pytorch_model.*\.bin", name) for name in names):
+        if any(re.fullmatch(r"pytorch_model.*\.bin", name) for name in os.listdir(directory)):
             raise CheckpointError(
                 f"{directory}: weights in .bin files alone, which are pickles and are not read: load the model with "
                 "transformers where you trust it, and save_pretrained(folder, safe_serialization=True)"
             )
         raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX}")
-    index = _json_object(directory / INDEX, _MAX_INDEX_BYTES)
-    weights = index.get("weight_map")
+    weights = read_object(path, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weights, dict) or not weights:
-        raise CheckpointError(
-            f"{directory / INDEX}: field 'weight_map': expected an object of files by tensor"
-        )
-    for file in (files := sorted(set(map(str, weights.values())))):
-        if not _FILE_NAME.fullmatch(file):
-            raise CheckpointError(
-                f"{directory / INDEX}: {file!r:.200} is no plain name of a .safetensors file"
-            )
+        raise CheckpointError(f"{path}: field 'weight_map': expected an object of files by tensor")
+    files = sorted(set(map(str, weights.values())))
+    for file in files:
+        if not FILE_NAME.fullmatch(file):
+            raise CheckpointError(f"{path}: {file!r:.200} is no plain name of a .safetensors file")
     return files
 
 
 def _header(directory: Path, file: str) -> dict[str, ArrayTensor]:
-    path = directory / file
-    with open_regular(path, follow=True) as fd:
-        file_bytes = os.fstat(fd).st_size
-        try:
-            prefix = bytes(read_exactly(fd, path, 0, safetensors.LENGTH_BYTES))
-            length = safetensors.header_length(prefix, file_bytes)
-            text = bytes(read_exactly(fd, path, safetensors.LENGTH_BYTES, length))
-            arrays = safetensors.parse_header(text, file_bytes)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path}: {error}") from None
-    return {
-        name: ArrayTensor.whole(array.dtype, array.shape, file, array.begin) for name, array in arrays.items()
-    }
+    arrays = read_header(directory / file, follow=True)
+    return {name: ArrayTensor.whole(array, file) for name, array in arrays.items()}
 
 
-def _array(tensor: ArrayTensor) -> ArrayChunk:
+def _chunk(tensor: ArrayTensor) -> ArrayChunk:
     """Of a tensor that is whole."""
     return tensor.chunks[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class HFSource:
-    """The folder's weights under our names: a `Source`. prefix: before our names. padded_vocab_size: rows of ours."""
+    """A folder whose headers have been read, and its weights under our names: a `Source`.
 
-    folder: HFFolder
+    arrays: by their names in the files. padded_vocab_size: rows of ours.
+    """
+
+    directory: Path
+    model: HFModel
+    json: Mapping[str, Any]
+    arrays: Mapping[str, ArrayTensor]
     padded_vocab_size: int
-    prefix: str = "model."
+    follows_links: ClassVar[bool] = True  # a downloaded model is a folder of links into a store
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_tensors", _mapped(self.folder, self.catalogue, self.prefix))
-
-    @property
+    @functools.cached_property
     def catalogue(self) -> Catalogue:
-        model = self.folder.model
+        model = self.model
         return model.architecture.catalogue(model.config(), model.vocab_size, self.padded_vocab_size)
 
     @property
-    def directory(self) -> Path:
-        return self.folder.directory
-
-    @property
-    def follows_links(self) -> bool:
-        """A downloaded model is a folder of links into a store."""
-        return True
-
-    @property
     def described_in(self) -> Path:
-        return self.folder.directory / CONFIG
+        return self.directory / CONFIG
 
-    @property
+    @functools.cached_property
     def tensors(self) -> Mapping[str, ArrayTensor]:
-        tensors: Mapping[str, ArrayTensor] = self._tensors  # type: ignore[attr-defined]
-        return tensors
+        """Raises InterchangeError listing all tensors that have no place, on either side."""
+        return _mapped(self)
 
     @property
     def files(self) -> Collection[str]:
-        return sorted({_array(one).file for one in self.folder.arrays.values()})
+        return sorted({_chunk(tensor).file for tensor in self.arrays.values()})
 
     def verify_file(self, name: str) -> None:
         """The format has no digests: that the header is still the one that was read, and that a tied output layer in
         this file is the word embeddings."""
-        here = {key: one for key, one in self.folder.arrays.items() if _array(one).file == name}
+        here = {key: array for key, array in self.arrays.items() if _chunk(array).file == name}
         if _header(self.directory, name) != here:
             raise CheckpointError(f"{self.directory / name}: changed while it was read")
-        architecture = self.folder.model.architecture
+        architecture = self.model.architecture
         if architecture.head in here and architecture.head not in self.catalogue.theirs:
-            word = _named(self.folder)[architecture.word]
-            if not _same_bytes(self.directory, here[architecture.head], word):
+            word = _named(self)[architecture.word]
+            if _digest(self.directory, here[architecture.head]) != _digest(self.directory, word):
                 raise InterchangeError(
                     f"{self.directory}: {architecture.head} differs from {architecture.word}, which config.json "
                     'says it is ("tie_word_embeddings"): say false there'
                 )
 
 
-def _named(folder: HFFolder) -> dict[str, ArrayTensor]:
+def _named(folder: HFSource) -> dict[str, ArrayTensor]:
     """The arrays by the names of the architecture's table: files of a bare model leave out its prefix."""
     architecture, base = folder.model.architecture, folder.model.architecture.base
     bare = not any(name.startswith(base) for name in folder.arrays)
@@ -198,56 +159,45 @@ def _named(folder: HFFolder) -> dict[str, ArrayTensor]:
     }
 
 
-def _mapped(folder: HFFolder, catalogue: Catalogue, prefix: str) -> dict[str, ArrayTensor]:
-    """Our tensors out of theirs. Raises InterchangeError listing all tensors that have no place, on either side."""
-    architecture, arrays = folder.model.architecture, _named(folder)
+def _mapped(folder: HFSource) -> dict[str, ArrayTensor]:
+    """Our tensors out of theirs. Raises InterchangeError."""
+    architecture, arrays, catalogue = folder.model.architecture, _named(folder), folder.catalogue
+    tied = {architecture.head} - catalogue.theirs.keys()  # a copy: see verify_file
     counted = {
         name: array.shape
         for name, array in arrays.items()
-        if not architecture.is_ignored(name)
-        and not (name == architecture.head and name not in catalogue.theirs)  # a tied copy: see verify_file
+        if name not in tied and not architecture.is_ignored(name)
     }
-    problems = catalogue.problems(theirs=counted)
-    chunks: dict[str, list[ArrayChunk]] = {}
-    dtypes: dict[str, set[str]] = {}
-    shapes = catalogue.ours
+    problems, tensors = catalogue.problems(theirs=counted), dict[str, ArrayTensor]()
+    moves: dict[str, list[Move]] = {}
     for move in catalogue.moves if not problems else ():
-        array = arrays[move.theirs.name]
-        box, first = move.ours.box, move.theirs.box.offset
-        part = dataclasses.replace(
-            _array(array), offset=box.offset, shape=box.shape, at=first, transposed=move.transposed
-        )
-        chunks.setdefault(move.ours.name, []).append(part)
-        dtypes.setdefault(move.ours.name, set()).add(array.dtype)
-    for name, _, box in catalogue.padding if not problems else ():
-        zeros = ArrayTensor.whole("", box.shape, "", 0)
-        chunks[name].append(dataclasses.replace(_array(zeros), offset=box.offset))
-    problems += [
-        f"ours {name}: made of tensors of {', '.join(sorted(found))}: one dtype is wanted"
-        for name, found in dtypes.items()
-        if len(found) > 1
-    ]
+        moves.setdefault(move.ours.name, []).append(move)
+    for name, parts in moves.items():
+        dtypes = sorted({arrays[move.theirs.name].dtype for move in parts})
+        if len(dtypes) > 1:
+            problems.append(f"ours {name}: made of tensors of {', '.join(dtypes)}: one dtype is wanted")
+        chunks = [_placed(_chunk(arrays[move.theirs.name]), move) for move in parts]
+        chunks += [
+            ArrayChunk(part.box.offset, part.box.shape, "", 0, part.box.shape, (0,) * len(part.shape))
+            for part in catalogue.padding
+            if part.name == name
+        ]
+        tensors["model." + name] = ArrayTensor(dtypes[0], parts[0].ours.shape, tuple(chunks))
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise InterchangeError(f"{folder.directory}: {'; '.join(problems[:_SHOWN])}{more}")
-    return {
-        prefix + name: ArrayTensor(next(iter(dtypes[name])), shapes[name], tuple(parts))
-        for name, parts in chunks.items()
-    }
+        raise InterchangeError(f"{folder.directory}: {first_of(problems, '; ')}")
+    return tensors
 
 
-def _same_bytes(directory: Path, one: ArrayTensor, other: ArrayTensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    arrays, num_bytes = (_array(one), _array(other)), ITEM_BYTES[one.dtype] * math.prod(one.shape)
-    paths = [directory / array.file for array in arrays]
-    with open_regular(paths[0], follow=True) as first, open_regular(paths[1], follow=True) as second:
-        for done in range(0, num_bytes, BLOCK_BYTES):
-            count = min(BLOCK_BYTES, num_bytes - done)
-            blocks = (
-                read_exactly(fd, path, array.begin + done, count)
-                for fd, path, array in zip((first, second), paths, arrays, strict=True)
-            )
-            if next(blocks) != next(blocks):
-                return False
-    return True
+def _placed(array: ArrayChunk, move: Move) -> ArrayChunk:
+    box, first = move.ours.box, move.theirs.box.offset
+    return ArrayChunk(
+        box.offset, box.shape, array.file, array.begin, array.stored, at=first, transposed=move.transposed
+    )
+
+
+def _digest(directory: Path, tensor: ArrayTensor) -> tuple[str, tuple[int, ...], str]:
+    """What a tensor is made of; its values by their SHA-256."""
+    array, path = _chunk(tensor), directory / _chunk(tensor).file
+    with open_regular(path, follow=True) as fd:
+        num_bytes = ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape)
+        return tensor.dtype, tensor.shape, sha256_of(fd, path, num_bytes, array.begin)

@@ -44,21 +44,23 @@ NAMES = (
 
 
 class Inert:
-    """Something that a pickle makes by calling `path` with `args`; state: what it sets afterwards, {} if nothing."""
+    """A name in a pickle, or something that it makes by calling one.
 
-    path = ""
+    args: of the call; None for the name alone. state: what the pickle sets afterwards, {} if nothing.
+    """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        made = object.__new__(cls)
-        made.args, made.state = args, {}
-        return made
+    def __init__(self, path: str, args: tuple[Any, ...] | None = None) -> None:
+        self.path, self.args = path, args
+        self.state: Any = {}
 
-    args: tuple[Any, ...]
-    state: Any
 
-    def get(self, name: str) -> Any:
-        """A field of its state; None where there is none of that name."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
+def at(value: Any, *names: str | int) -> Any:
+    """What a value has by a name, and that by the next one: an item of a dict, a field of a state; None where there is
+    none."""
+    for name in names:
+        fields = value.state if isinstance(value, Inert) else value
+        value = fields.get(name) if isinstance(fields, dict) else None
+    return value
 
 
 # Opcodes whose argument is the value, and those that make one of nothing. What only protocol 0 needs is not read.
@@ -70,9 +72,11 @@ _MADE: Mapping[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
     "EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set,
 }  # fmt: skip
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_MARKED = frozenset({"TUPLE", "APPENDS", "SETITEMS", "ADDITEMS"})  # of all since the last mark
-_OF_LAST = frozenset({"STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "APPEND", "SETITEM", "BINPERSID"})
+# How many values an opcode takes from the stack; None: all since the last mark.
+_TAKES = {
+    "TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "APPENDS": None, "SETITEM": 2, "SETITEMS": None,
+    "ADDITEMS": None, "STACK_GLOBAL": 2, "REDUCE": 2, "NEWOBJ": 2, "BUILD": 1, "BINPERSID": 1,
+}  # fmt: skip
 
 
 class _RefusedError(ValueError):
@@ -86,89 +90,81 @@ class _Machine:
         self._storage = storage
         self._stack: list[Any] = []
         self._marks: list[int] = []
-        self._classes: dict[str, type] = {}
+        self._memo: dict[Any, Any] = {}
 
     def value(self, data: bytes) -> Any:
-        stack = self._stack
-        memo: dict[Any, Any] = {}
         for count, (opcode, given, _) in enumerate(pickletools.genops(data)):
-            name = opcode.name
             if count >= MAX_OPCODES:
                 raise _RefusedError(f"more than {MAX_OPCODES} opcodes")
-            if name in _GIVEN:
-                if isinstance(given, int) and given.bit_length() > MAX_BITS:
-                    raise _RefusedError(f"an integer of {given.bit_length()} bits")
-                stack.append(given)
-            elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-                memo[len(memo) if given is None else given] = stack[-1]
-            elif name in ("BINGET", "LONG_BINGET"):
-                stack.append(memo[given])
-            elif name == "MARK":
-                self._marks.append(len(stack))
-            elif name in _MADE:
-                stack.append(_MADE[name]())
-            elif name in _TUPLES:
-                stack.append(tuple(self._taken(len(stack) - _TUPLES[name])))
-            elif name in _MARKED:
-                self._marked(name, self._taken(self._marks.pop()))
-            elif name == "GLOBAL":
-                stack.append(self._named(str(given).replace(" ", ".", 1)))
-            elif name in _OF_LAST:
-                self._of_last(name, stack.pop())
-            elif name not in ("PROTO", "FRAME", "STOP"):
-                raise _RefusedError(f"opcode {name}")
-        return stack.pop()
+            if opcode.name in _TAKES:
+                takes = _TAKES[opcode.name]
+                first = self._marks.pop() if takes is None else len(self._stack) - takes
+                values = self._stack[first:]
+                del self._stack[first:]
+                self._take(opcode.name, values)
+            else:
+                self._push(opcode.name, given)
+        return self._stack.pop()
 
-    def _taken(self, first: int) -> list[Any]:
-        values = self._stack[first:]
-        del self._stack[first:]
-        return values
+    def _push(self, name: str, given: Any) -> None:
+        stack, memo = self._stack, self._memo
+        if name in _GIVEN:
+            if isinstance(given, int) and given.bit_length() > MAX_BITS:
+                raise _RefusedError(f"an integer of {given.bit_length()} bits")
+            stack.append(given)
+        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            memo[len(memo) if given is None else given] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[given])
+        elif name == "MARK":
+            self._marks.append(len(stack))
+        elif name in _MADE:
+            stack.append(_MADE[name]())
+        elif name == "GLOBAL":
+            stack.append(_named(str(given).replace(" ", ".", 1)))
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise _RefusedError(f"opcode {name}")
 
-    def _marked(self, name: str, values: list[Any]) -> None:
-        if name == "TUPLE":
-            self._stack.append(tuple(values))
-        elif name == "SETITEMS":
-            _filled(self._stack[-1], values)
-        elif name == "APPENDS":
-            _extended(self._stack[-1], values)
-        else:
-            self._stack[-1].update(map(_key, values))
-
-    def _of_last(self, name: str, last: Any) -> None:
-        """last: what lay uppermost."""
+    def _take(self, name: str, values: list[Any]) -> None:
         stack = self._stack
-        if name == "STACK_GLOBAL":
-            stack.append(self._named(".".join((stack.pop(), last))))
-        elif name in ("REDUCE", "NEWOBJ"):
-            stack.append(_called(stack.pop(), last))
-        elif name == "BINPERSID":
-            stack.append(self._storage(last))
-        elif name == "APPEND":
-            _extended(stack[-1], [last])
-        elif name == "SETITEM":
-            key = stack.pop()
-            _filled(stack[-1], [key, last])
-        elif isinstance(stack[-1], Inert):
-            stack[-1].state = last
-        elif not isinstance(stack[-1], dict):  # attributes of a module's OrderedDict say nothing of tensors
-            raise _RefusedError("a state of what has none")
+        match name:
+            case "APPEND" | "APPENDS":
+                _extended(stack[-1], values)
+            case "SETITEM" | "SETITEMS":
+                _filled(stack[-1], values)
+            case "ADDITEMS":
+                stack[-1].update(map(_key, values))
+            case "STACK_GLOBAL":
+                stack.append(_named(".".join(values)))
+            case "REDUCE" | "NEWOBJ":
+                stack.append(_called(*values))
+            case "BINPERSID":
+                stack.append(self._storage(*values))
+            case "BUILD":
+                if isinstance(stack[-1], Inert):
+                    [stack[-1].state] = values
+                elif not isinstance(stack[-1], dict):  # attributes of an OrderedDict say nothing of tensors
+                    raise _RefusedError("a state of what has none")
+            case _:
+                stack.append(tuple(values))
 
-    def _named(self, path: str) -> type:
-        if path in CONTAINERS:
-            return CONTAINERS[path]
-        if ".." in path or "__" in path or not any(fnmatchcase(path, pattern) for pattern in NAMES):
-            raise _RefusedError(f"it names {path!r:.200}, which is not read")
-        return self._classes.setdefault(path, type(path.rpartition(".")[2], (Inert,), {"path": path}))
+
+def _named(path: str) -> type | Inert:
+    if path in CONTAINERS:
+        return CONTAINERS[path]
+    if ".." in path or "__" in path or not any(fnmatchcase(path, pattern) for pattern in NAMES):
+        raise _RefusedError(f"it names {path!r:.200}, which is not read")
+    return Inert(path)
 
 
 def _called(function: Any, args: Any) -> Any:
     """What stands for a call. Containers copy what they are given; everything else keeps it."""
-    if not isinstance(args, tuple) or not isinstance(function, type):
+    if not isinstance(args, tuple) or not isinstance(function, type | Inert):
         raise _RefusedError("a call that is none")
-    if issubclass(function, Inert):
-        return function(*args)
+    if isinstance(function, Inert):
+        return Inert(function.path, args)
     given = args[0] if args else ()
-    if len(args) > 1 or function not in (tuple, set, dict) or not isinstance(given, list | tuple | set):
+    if len(args) > 1 or not isinstance(given, list | tuple | set):
         raise _RefusedError(f"a {function.__name__} of what makes none")
     if len(given) > MAX_COPIED:
         raise _RefusedError(f"a {function.__name__} of {len(given)} values")
@@ -236,6 +232,4 @@ def plain(value: Any, depth: int = 0, left: list[int] | None = None) -> Any:
     if isinstance(value, dict):
         pairs = ((key, item) for key, item in value.items() if isinstance(key, str | int))
         return {str(key): plain(item, depth + 1, left) for key, item in pairs}
-    if isinstance(value, type) and issubclass(value, Inert):
-        return value.path
-    return None
+    return value.path if isinstance(value, Inert) and value.args is None else None

@@ -7,11 +7,12 @@ run: pickles are read by `inert_pickle`, values at their place in the files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor
 from megatron.core.rectangles import Dims, fill_error
 from megatron.core.safe_files import read_bytes
 from megatron.interchange.architecture import InterchangeError
-from megatron.interchange.inert_pickle import MAX_BYTES, Inert, plain, read_pickle
+from megatron.interchange.inert_pickle import MAX_BYTES, Inert, at, plain, read_pickle
 from megatron.interchange.megatron_state import LEFT_OUT, optimizer_sections
 from megatron.interchange.torch_archive import DTYPES, Archive, is_dims
 
@@ -38,6 +39,7 @@ _STATE = re.compile(r"optimizer\.state\.([a-z0-9_]{1,40})\.(.*)")
 MAIN_WEIGHTS = ("fp32_param", "param")
 _FLAT = re.compile(r"(chained_\d+\.)?optimizer\..*(dp_group_idx|gbuf_idx|bucket_idx)")
 _HALVES = ("BF16", "F16")
+Places = dict[tuple[str, Dims], Any]  # of a tensor's chunks, by its name and their offsets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,27 +84,24 @@ def open_torch_dist(directory: Path, *, optimizer: bool = False) -> MegatronSour
 
 def settings(archive: Archive) -> tuple[dict[str, Any], int]:
     """A launch's settings and the iteration that a checkpoint is of, {} and 0 where nothing is said of them."""
-    saved = archive.value if isinstance(archive.value, dict) else {}
-    args, iteration = saved.get("args"), saved.get("iteration")
+    args, iteration = at(archive.value, "args"), at(archive.value, "iteration")
     stated = plain(args.state) if isinstance(args, Inert) else {}
     return stated if isinstance(stated, dict) else {}, iteration if type(iteration) is int else 0
 
 
 def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict[str, ArrayTensor]:
     path = directory / METADATA
-    found = metadata if isinstance(metadata, Inert) else Inert()
-    described, places = found.get("state_dict_metadata"), found.get("storage_data")
+    described, places = at(metadata, "state_dict_metadata"), at(metadata, "storage_data")
     if not isinstance(described, dict) or not isinstance(places, dict):
         raise CheckpointError(f"{path}: no description of a torch_dist checkpoint")
-    where: dict[tuple[str, Dims], Inert] = {}
+    where: Places = {}
     for index, place in places.items():
-        if isinstance(index, Inert) and isinstance(place, Inert):
-            tensor, offset = index.get("fqn"), index.get("offset")
-            if isinstance(tensor, str) and is_dims(offset):  # of bytes there is no offset
-                where[tensor, offset] = place
+        tensor, offset = at(index, "fqn"), at(index, "offset")
+        if isinstance(tensor, str) and is_dims(offset):  # of bytes there is no offset
+            where[tensor, offset] = place
     wanted = {}
     for name, entry in described.items():
-        if not isinstance(name, str) or not isinstance(entry, Inert) or entry.get("chunks") is None:
+        if not isinstance(name, str) or at(entry, "chunks") is None:
             continue  # bytes: `_extra_state`, random generators
         if _FLAT.match(name) and optimizer:
             raise InterchangeError(
@@ -111,55 +110,28 @@ def _torch_dist_tensors(directory: Path, metadata: Any, optimizer: bool) -> dict
             )
         if optimizer or "optimizer." not in name:
             wanted[name] = entry
-    with _PartFiles(directory) as files:
-        return {name: _stored(name, entry, where, files, path) for name, entry in wanted.items()}
+    with contextlib.ExitStack() as files:
+        opened = functools.cache(lambda name: files.enter_context(open_regular(directory / name)))
+        return {name: _stored(name, entry, where, opened, path) for name, entry in wanted.items()}
 
 
-class _PartFiles:
-    """The `.distcp` files of a directory, opened when they are first needed."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._fds: dict[str, int] = {}
-
-    def __enter__(self) -> _PartFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-
-    def archive(self, place: Inert) -> tuple[str, Archive]:
-        """The archive that `.metadata` gives the place of, and its file's name. Raises CheckpointError."""
-        name, begin, size = (place.get(key) for key in ("relative_path", "offset", "length"))
-        if not isinstance(name, str) or not _PART.fullmatch(name):
-            shown = repr(name)[:200] if isinstance(name, str) else "what is no text"
-            raise CheckpointError(f"{self._directory / METADATA}: {shown} is no plain name of a .distcp file")
-        if type(begin) is not int or type(size) is not int:
-            raise CheckpointError(
-                f"{self._directory / METADATA}: nothing is said of which bytes of {name} are meant"
-            )
-        path = self._directory / name
-        if name not in self._fds:
-            with open_regular(path) as fd:
-                self._fds[name] = os.dup(fd)
-        return name, Archive(self._fds[name], path, begin, size)
-
-
-def _stored(
-    name: str, entry: Inert, where: Mapping[tuple[str, Dims], Inert], files: _PartFiles, path: Path
-) -> ArrayTensor:
-    shape, listed, dtype = entry.get("size"), entry.get("chunks"), _dtype(entry.get("properties"))
+def _stored(name: str, entry: Any, where: Places, opened: Callable[[str], int], path: Path) -> ArrayTensor:
+    """opened: descriptors of `.distcp` files by their names."""
+    shape, listed, dtype = at(entry, "size"), at(entry, "chunks"), _dtype(at(entry, "properties"))
     if dtype is None or not is_dims(shape) or not isinstance(listed, list):
         raise CheckpointError(f"{path}: {name!r:.200}: dtype, shape or chunks are not read")
     chunks = []
     for chunk in listed:
-        offset, size = (
-            (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) else (None, None)
-        )
+        offset, size = at(chunk, "offsets"), at(chunk, "sizes")
         if not is_dims(offset) or not is_dims(size) or (place := where.get((name, offset))) is None:
             raise CheckpointError(f"{path}: {name!r:.200}: nothing is said of where one of its chunks lies")
-        file, archive = files.archive(place)
+        file, begin, length = (at(place, key) for key in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or not _PART.fullmatch(file):
+            shown = repr(file)[:200] if isinstance(file, str) else "what is no text"
+            raise CheckpointError(f"{path}: {shown} is no plain name of a .distcp file")
+        if type(begin) is not int or type(length) is not int:
+            raise CheckpointError(f"{path}: nothing is said of which bytes of {file} are meant")
+        archive = Archive(opened(file), path.parent / file, begin, length)
         tensor = archive.tensor(archive.value)
         if tensor is None or (tensor.dtype, tensor.shape) != (dtype, size):
             raise CheckpointError(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import CheckpointError, open_regular
 from megatron.core.dist_checkpointing.source import ArrayTensor
 from megatron.interchange.architecture import InterchangeError
+from megatron.interchange.inert_pickle import at
 from megatron.interchange.megatron_folder import (
     LAYER,
     MegatronSource,
@@ -121,20 +123,19 @@ def _shard(directory: Path, file: str, optimizer: bool) -> _Shard:
         if not all(isinstance(model, dict) for model in models):
             raise CheckpointError(f"{path}: a model that is no dict")
 
-        def held(prefix: str, named: Iterable[tuple[Any, Any]]) -> dict[Key, ArrayTensor]:
-            found = ((str(name), archive.tensor(one)) for name, one in named)
+        def held(prefix: str, named: Mapping[Any, Any]) -> dict[Key, ArrayTensor]:
             return {
-                (prefix, name): ArrayTensor.whole(tensor.dtype, tensor.shape, file, tensor.begin)
-                for name, tensor in found
-                if tensor is not None and not name.endswith("_extra_state")
+                (prefix, str(name)): ArrayTensor.whole(tensor, file)
+                for name, stored in named.items()
+                if (tensor := archive.tensor(stored)) is not None and not str(name).endswith("_extra_state")
             }
 
-        chunks = [held("model.", model.items()) for model in models]
+        chunks = [held("model.", model) for model in models]
         args, iteration = settings(archive)
         state = {}
         if optimizer and "optimizer" in value:
-            for what, number, name, one in _states(value, chunks, path):
-                chunks[number] |= held(f"optimizer.{state_name(what)}.", [(name, one)])
+            for what, number, name, stored in _states(value, chunks, path):
+                chunks[number] |= held(f"optimizer.{state_name(what)}.", {name: stored})
             state = optimizer_sections(archive, args, iteration, path)
         return _Shard(chunks, args, iteration, state)
 
@@ -148,63 +149,51 @@ def _states(
     which biases and one-dimensional weights do not.
     """
     inner = inner_optimizer(value, path)
-    states, main = inner.get("state"), value["optimizer"].get("fp32_from_fp16_params") or ()
-    for at, group in enumerate(inner["param_groups"]):
-        ids, decays = (group.get("params"), group.get("wd_mult")) if isinstance(group, dict) else (None, None)
+    states, main = at(inner, "state"), at(value, "optimizer", "fp32_from_fp16_params") or ()
+    for number_of_group, group in enumerate(inner["param_groups"]):
+        ids, decays = at(group, "params"), at(group, "wd_mult") != 0.0
         weights = [
             (number, name)
             for number, chunk in enumerate(chunks)
             for (_, name), array in chunk.items()
-            if (len(array.shape) > 1 and not name.endswith(".bias")) == (decays != 0.0)
+            if (len(array.shape) > 1 and not name.endswith(".bias")) == decays
         ]
         if not isinstance(states, dict) or not isinstance(ids, list) or len(ids) != len(weights):
             raise InterchangeError(
-                f"{path}: group {at} of its optimizer is not the weights that do {'' if decays else 'not '}decay, so "
-                f"nothing says which state is whose: {LEFT_OUT}"
+                f"{path}: group {number_of_group} of its optimizer is not the weights that do "
+                f"{'' if decays else 'not '}decay, so nothing says which state is whose: {LEFT_OUT}"
             )
-        for place, (one, (number, name)) in enumerate(zip(ids, weights, strict=True)):
-            state = states.get(one) if type(one) is int else None
+        of_group = main[number_of_group] if number_of_group < len(main) else ()
+        copies = of_group if isinstance(of_group, list) else ()
+        for id_, copy, (number, name) in itertools.zip_longest(ids, copies[: len(ids)], weights):
+            state = states.get(id_) if type(id_) is int else None
             for what, tensor in state.items() if isinstance(state, dict) else ():
                 if what != "step":
                     yield str(what), number, name, tensor
-            if at < len(main) and isinstance(main[at], list) and place < len(main[at]):
-                yield "fp32_param", number, name, main[at][place]
+            yield "fp32_param", number, name, copy
 
 
 def _joined(name: str, parts: Sequence[ArrayTensor], args: Mapping[str, Any], directory: Path) -> ArrayTensor:
     """One of our tensors, out of what tensor parallel ranks hold of it."""
     if len({part.shape for part in parts}) != 1:
         raise CheckpointError(f"{directory}: {name!r:.200}: tensor parallel ranks have shapes that differ")
-    gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
-    if len(parts) == 1:
+    if len(parts) == 1 or not name.endswith((*_FC1, *_CUT_ROWS, *_CUT_COLUMNS)):
         return parts[0]
-    if name.endswith(_FC1):
-        return _halves(parts) if gated else _stacked(parts, 0)
-    if name.endswith(_CUT_ROWS):
-        return _stacked(parts, 0)
-    if name.endswith(_CUT_COLUMNS):
-        return _stacked(parts, 1)
-    return parts[0]
-
-
-def _stacked(parts: Sequence[ArrayTensor], dim: int) -> ArrayTensor:
+    if name.endswith(_FC1) and (args.get("swiglu") or args.get("gated_linear_unit")):
+        # Each rank has its rows of the gate, then its rows of up; ours has all of the gate, then all of up.
+        parts = [_half(part, half) for half in range(2) for part in parts]
+    dim = 1 if name.endswith(_CUT_COLUMNS) else 0
     chunks, first = [], 0
     for part in parts:
-        offset = tuple(first if at == dim else 0 for at in range(len(part.shape)))
+        offset = tuple(first if axis == dim else 0 for axis in range(len(part.shape)))
         chunks.append(dataclasses.replace(part.chunks[0], offset=offset))
         first += part.shape[dim]
-    shape = tuple(first if at == dim else size for at, size in enumerate(parts[0].shape))
+    shape = tuple(first if axis == dim else size for axis, size in enumerate(parts[0].shape))
     return ArrayTensor(parts[0].dtype, shape, tuple(chunks))
 
 
-def _halves(parts: Sequence[ArrayTensor]) -> ArrayTensor:
-    """Each rank has its rows of the gate, then its rows of up; ours has all of the gate, then all of up."""
-    rows = parts[0].shape[0] // 2
-    rest, total = parts[0].shape[1:], rows * len(parts)
-    chunks = []
-    for half in range(2):
-        for rank, part in enumerate(parts):
-            zeros = (0,) * len(rest)
-            offset, at = (half * total + rank * rows, *zeros), (half * rows, *zeros)
-            chunks.append(dataclasses.replace(part.chunks[0], offset=offset, shape=(rows, *rest), at=at))
-    return ArrayTensor(parts[0].dtype, (2 * total, *rest), tuple(chunks))
+def _half(part: ArrayTensor, half: int) -> ArrayTensor:
+    """The first half of the rows of a tensor that is whole, or the second."""
+    rows, *rest = part.shape
+    shape, begin = (rows // 2, *rest), (rows // 2 * half, *(0 for _ in rest))
+    return ArrayTensor(part.dtype, shape, (dataclasses.replace(part.chunks[0], shape=shape, at=begin),))

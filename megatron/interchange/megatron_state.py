@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.interchange.architecture import InterchangeError
-from megatron.interchange.inert_pickle import plain
+from megatron.interchange.inert_pickle import at, plain
 from megatron.interchange.torch_archive import Archive
 
 LEFT_OUT = "load without it (--no-load-optim or --finetune)"
@@ -19,11 +19,10 @@ SCHEDULE = {
 }  # fmt: skip
 
 
-def inner_optimizer(saved: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def inner_optimizer(saved: Any, path: Path) -> Any:
     """torch's state of the optimizer, which that of 16-bit weights wraps. Raises InterchangeError for several."""
-    optimizer = saved.get("optimizer")
-    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
-    if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+    inner = at(saved, "optimizer", "optimizer") or at(saved, "optimizer")
+    if not isinstance(at(inner, "param_groups"), list):
         raise InterchangeError(f"{path}: no state of one optimizer: {LEFT_OUT}")
     return inner
 
@@ -33,15 +32,19 @@ def optimizer_sections(
 ) -> dict[str, Any]:
     """Sections `optimizer`, `scheduler` and `scaler` of a checkpoint's `common`. archive: of `common.pt`, or of one
     rank's file. Raises InterchangeError where it does not say what they need."""
-    saved, inner = archive.value, inner_optimizer(archive.value, path)
-    schedule = plain(saved.get("opt_param_scheduler"))
-    if not isinstance(schedule, dict) or (missing := [*SCHEDULE.values(), "num_steps"] - schedule.keys()):
-        lacking = "opt_param_scheduler" if not isinstance(schedule, dict) else ", ".join(sorted(missing))
-        raise InterchangeError(f"{path}: nothing is said of {lacking}, which its optimizer needs: {LEFT_OUT}")
-    decoupled, tail = args.get("decoupled_lr"), args.get("lr_wsd_decay_samples")
+    inner, schedule = inner_optimizer(archive.value, path), plain(at(archive.value, "opt_param_scheduler"))
+    if missing := [name for name in (*SCHEDULE.values(), "num_steps") if at(schedule, name) is None]:
+        raise InterchangeError(
+            f"{path}: its opt_param_scheduler says nothing of {', '.join(missing)}, which its optimizer needs: "
+            f"{LEFT_OUT}"
+        )
+    decoupled, floor, tail = (
+        args.get(name) for name in ("decoupled_lr", "decoupled_min_lr", "lr_wsd_decay_samples")
+    )
     if tail is None:
         tail = (args.get("lr_wsd_decay_iters") or 0) * (args.get("global_batch_size") or 0)
-    floor = args.get("decoupled_min_lr")
+    if floor is None:
+        floor = schedule["min_lr"]
     return {
         "optimizer": {
             "optimizer": args.get("optimizer", "adam"),
@@ -53,34 +56,29 @@ def optimizer_sections(
                 **{ours: schedule[theirs] for ours, theirs in SCHEDULE.items()},
                 "init_lr": args.get("lr_warmup_init", 0.0),
                 "decoupled_max_lr": decoupled,
-                "decoupled_min_lr": None
-                if decoupled is None
-                else schedule["min_lr"]
-                if floor is None
-                else floor,
+                "decoupled_min_lr": None if decoupled is None else floor,
                 "wsd_samples": tail,
                 "wsd_style": args.get("lr_wsd_decay_style", "exponential"),
             },
         },
-        "scaler": _scaler(archive, saved["optimizer"].get("grad_scaler")),
+        "scaler": _scaler(archive, at(archive.value, "optimizer", "grad_scaler")),
     }
 
 
-def _num_steps(archive: Archive, inner: Mapping[str, Any], iteration: int) -> int:
+def _num_steps(archive: Archive, inner: Any, iteration: int) -> int:
     """Steps taken, which each parameter's state counts, or all of them together, or a group. SGD does not count."""
-    states = inner.get("state")
-    states = states if isinstance(states, dict) else {}
+    states = at(inner, "state")
+    of_parameters = states.values() if isinstance(states, dict) else ()
     counted = [
-        states.get("common_step"),
-        *(one.get("step") for one in states.values() if isinstance(one, dict)),
+        at(states, "common_step"),
+        *(at(one, "step") for one in (*of_parameters, *inner["param_groups"])),
     ]
-    counted += [group.get("step") for group in inner["param_groups"] if isinstance(group, dict)]
-    return int(next((archive.number(one) or 0 for one in counted if one is not None), iteration))
+    return int(next((archive.number(step) or 0 for step in counted if step is not None), iteration))
 
 
 def _scaler(archive: Archive, saved: Any) -> dict[str, Any]:
     """Of a loss scale that follows the gradients; one that does not is what the flags say."""
-    if not isinstance(saved, dict) or "growth_tracker" not in saved:
+    if at(saved, "growth_tracker") is None:
         return {"scale": 1.0}
     names = {"scale": "scale", "clean_steps": "growth_tracker", "budget": "hysteresis_tracker"}
     return {ours: archive.number(saved.get(theirs)) for ours, theirs in names.items()}

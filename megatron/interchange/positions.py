@@ -40,11 +40,15 @@ def _read_layer_types(json: Json, given: Json) -> dict[str, Any]:
     return {}
 
 
-FULL_ATTENTION = Field(
-    ("use_sliding_window", "max_window_layers", "layer_types"),
-    "`full_attention` in every layer, or a window as above",
-    _read_layer_types,
-    lambda config: {"use_sliding_window": False},
+# Of Qwen: which layers have a window, if any.
+SOME_WINDOWS = (
+    window(enabled_by="use_sliding_window"),
+    Field(
+        ("use_sliding_window", "max_window_layers", "layer_types"),
+        "`full_attention` in every layer, or a window as above",
+        _read_layer_types,
+        lambda config: {"use_sliding_window": False},
+    ),
 )
 
 
@@ -107,16 +111,8 @@ def _both_spellings(json: Json) -> dict[str, Any]:
 
 
 def _write_rope(config: TransformerConfig) -> dict[str, Any]:
-    if config.position_embedding_type != "rope" or config.rotary_interleaved:
-        raise SettingError(
-            "rope_parameters: needs --position-embedding-type rope without --rotary-interleaved"
-        )
     theta, interpolation = float(config.rotary_base), config.rotary_seq_len_interpolation_factor
     scaling: dict[str, Any] | None = None
-    if config.use_rope_scaling and interpolation is not None:
-        raise SettingError(
-            "rope_parameters: one of --use-rope-scaling and --rotary-seq-len-interpolation-factor"
-        )
     if config.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **_LLAMA3}
     elif interpolation is not None:

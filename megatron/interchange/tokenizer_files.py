@@ -19,8 +19,8 @@ COPIED = (
 )
 
 
-def tokenizer_flags(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Our fields for the tokenizer of a folder; ids alone where it has none. vocab_size: rows of the embeddings."""
+def tokenizer_flags(folder: Path) -> dict[str, Any]:
+    """Our fields for the tokenizer of a folder; none where it has none."""
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -28,4 +28,4 @@ def tokenizer_flags(folder: Path, vocab_size: int) -> dict[str, Any]:
         return {"tokenizer_type": "GPT2BPETokenizer", **files}
     if (folder / "tokenizer.model").is_file():
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
-    return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size - 1}
+    return {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron.core.dist_checkpointing.files import CheckpointError, read_exactly
-from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, MAX_DIMS, StoredArray
 from megatron.core.rectangles import Dims
 from megatron.interchange.inert_pickle import Inert, read_pickle
 
@@ -32,24 +32,15 @@ _WORDS = _DTYPES.split()
 DTYPES = {f"torch.{name}": dtype for name, dtype in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
 _NUMBERS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-_MAX_MEMBERS, MAX_DIMS = 1 << 20, 16
+_MAX_MEMBERS = 1 << 20
 _KEY = re.compile(r"[0-9]{1,12}")
 
 
 class Storage(NamedTuple):
-    """key: the member's name below `data/`. numel: elements."""
+    """key: the member's name below `data/`."""
 
     key: str
     dtype: str
-    numel: int
-
-
-class ArchiveTensor(NamedTuple):
-    """A row-major tensor in a file. begin: its first byte, counted from the file's beginning."""
-
-    dtype: str
-    shape: Dims
-    begin: int
 
 
 class _Part(io.RawIOBase):
@@ -80,7 +71,7 @@ class _Part(io.RawIOBase):
 
 
 class Archive:
-    """One archive in an open file. value: what was saved, with `ArchiveTensor`s for tensors.
+    """One archive in an open file. value: what was saved, with `StoredArray`s for tensors.
 
     begin, size: of the archive; the whole file if not given. Raises CheckpointError for what is no such archive, is
     compressed, or has members that lie outside of it or upon each other.
@@ -99,24 +90,23 @@ class Archive:
         data = self._member_bytes("data.pkl")
         self.value = read_pickle(data, path, self._storage)
 
-    def tensor(self, value: Any) -> ArchiveTensor | None:
+    def tensor(self, value: Any) -> StoredArray | None:
         """Where a tensor of the value lies; None for what is none. Raises CheckpointError for one that is not whole and
         row-major, or lies outside of its storage."""
-        if (
-            isinstance(value, Inert) and value.path == "torch._tensor._rebuild_from_type_v2"
-        ):  # it has attributes
-            match value.args:
-                case (type() as made, _, tuple() as args, _) if issubclass(made, Inert):
-                    value = made(*args)
-        if (
-            isinstance(value, Inert)
-            and value.path.startswith("torch._utils._rebuild_parameter")
-            and value.args
-        ):
-            value = value.args[0]
+        match value:
+            case Inert(
+                path="torch._tensor._rebuild_from_type_v2", args=(Inert(path=path), _, tuple() as args, _)
+            ):
+                value = Inert(path, args)  # of one with attributes
+        match value:
+            case Inert(
+                path="torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state",
+                args=(value, *_),
+            ):
+                pass
         if not isinstance(value, Inert) or value.path != "torch._utils._rebuild_tensor_v2":
             return None
-        storage, offset, shape, strides = (*value.args, None, None, None, None)[:4]
+        storage, offset, shape, strides = (*(value.args or ()), None, None, None, None)[:4]
         right = isinstance(storage, Storage) and type(offset) is int and offset >= 0
         if not right or not is_dims(shape) or not is_dims(strides) or len(shape) != len(strides):
             raise CheckpointError(f"{self._path}: a tensor whose storage, offset, shape or strides are none")
@@ -130,7 +120,7 @@ class Archive:
             raise CheckpointError(
                 f"{self._path}: a tensor of {shape} at {offset} in a storage of {size} bytes"
             )
-        return ArchiveTensor(storage.dtype, tuple(shape), self._begin + first + offset * item)
+        return StoredArray(storage.dtype, tuple(shape), self._begin + first + offset * item)
 
     def number(self, value: Any) -> float | None:
         """A number of the value, or the element of a tensor that has one; None for what is neither."""
@@ -198,7 +188,7 @@ class Archive:
         kind = getattr(pid[1], "path", "") if right else ""
         if kind not in STORAGES or not isinstance(pid[2], str) or not _KEY.fullmatch(pid[2]):
             raise CheckpointError(f"{self._path}: a storage of {kind or 'no type'!r:.80}, which is not read")
-        return Storage(pid[2], STORAGES[kind], pid[4])
+        return Storage(pid[2], STORAGES[kind])
 
 
 def is_dims(value: Any) -> TypeGuard[Dims]:

@@ -1,5 +1,6 @@
 """Hugging Face models of toy size, one an architecture, and their weights in ours through the tables of interchange."""
 
+import json
 from pathlib import Path
 
 import tokenizers
@@ -9,7 +10,7 @@ import transformers
 from megatron.core.dist_checkpointing.loading import load_pieces
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.gpt import GPTModel
-from megatron.interchange.hf_folder import HFSource, open_folder
+from megatron.interchange.hf_folder import open_folder
 from megatron.interchange.known import ARCHITECTURES
 from tools.conversion.source_reader import view
 
@@ -93,9 +94,9 @@ def save_character_tokenizer(folder: Path) -> None:
 
 def our_model(folder: Path, dtype: torch.dtype = torch.float32, padding: int = 0) -> GPTModel:
     """Ours with the weights of a folder."""
-    opened = open_folder(folder)
-    source = HFSource(opened, opened.model.vocab_size + padding)
-    config = opened.model.config(seq_length=POSITIONS)
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    source = open_folder(folder, rows=rows + padding)
+    config = source.model.config(seq_length=POSITIONS)
     model = GPTModel(config, padded_vocab_size=source.padded_vocab_size, seed=1, params_dtype=dtype)
     pieces = [
         LocalPiece("model." + name, tuple(weight.shape), (0,) * weight.dim(), weight.detach())

@@ -19,11 +19,12 @@ from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
 from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import publish_text, published, read_bytes, read_json, sync_directory
 from megatron.core.words import size_text
 from megatron.interchange.architecture import MEANINGLESS, InterchangeError
-from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, HFSource, open_folder
+from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, open_folder
 from megatron.interchange.known import architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
 from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
@@ -48,19 +49,17 @@ def import_folder(
 
     dtype: a key of DTYPES; as stored if not given. Raises CheckpointError; a killed call goes on where it was.
     """
-    opened = open_folder(folder, given)
-    source = HFSource(opened, opened.model.vocab_size)
+    source = open_folder(folder, given)
+    rows = source.model.vocab_size
     beside = save / BESIDE
     _tokenizer_files(folder)
 
     def settings() -> dict[str, Any]:
         there = beside if _copy_tokenizer(folder, beside) else folder
-        return {**opened.model.flags, **tokenizer_flags(there, opened.model.vocab_size)}
+        return {**source.model.flags, **tokenizer_flags(there)}
 
-    facts = [opened.json, {key: dataclasses.astuple(array) for key, array in opened.arrays.items()}]
-    return write_checkpoint(
-        source, save, settings, opened.model.vocab_size, facts, dtype, max_shard_bytes, say
-    )
+    facts = [source.json, {key: dataclasses.astuple(array) for key, array in source.arrays.items()}]
+    return write_checkpoint(source, save, settings, rows, facts, dtype, max_shard_bytes, say)
 
 
 def _tokenizer_files(folder: Path) -> list[str]:
@@ -109,9 +108,13 @@ def export_folder(
     padded = config.model.padded_vocab_size
     if padded is None:
         raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
-    rows = min(padded, stated.get("vocab_size", padded))
+    rows = true_rows(config, padded, stated, like)
     model_type = model_type or stated.get("model_type")
     exported = architecture(model_type) if model_type else expressing(config.model, rows)
+    if not model_type:
+        say(
+            f"model_type {exported.model_type}: the first that can express this model; --model-type says another"
+        )
     json_config = exported.write(config.model, rows)
     out = _Outgoing(found, exported.catalogue(config.model, rows, padded), dtype)
     files = out.files(max_shard_bytes)
@@ -134,6 +137,20 @@ def export_folder(
     os.rename(temporary, folder)
     sync_directory(folder.parent)
     return folder
+
+
+def true_rows(config: Config, padded: int, stated: Mapping[str, Any], like: Path | None) -> int:
+    """Rows of the vocabulary without those that the rule of padding has added behind config.json's, all of them where
+    it says of no fewer. Raises InterchangeError where it would take others away."""
+    rows = stated.get("vocab_size", padded)
+    multiple, tp = config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    if type(rows) is int and (rows >= padded or padded_vocabulary(rows, multiple, tp) == padded):
+        return min(rows, padded)
+    raise InterchangeError(
+        f"{like}: its config.json has vocab_size {rows!r:.80}, this model {padded} rows, which are not that padded "
+        f"(--make-vocab-size-divisible-by {multiple} x --tensor-model-parallel-size {tp}): export --like a folder of "
+        "the same vocabulary"
+    )
 
 
 def _index(files: Sequence[PlannedFile]) -> dict[str, Any]:
@@ -203,10 +220,10 @@ def _origin(found: Found, config: Config) -> Path | None:
     """Where the model's tokenizer and its own config.json are: beside the checkpoints, or where the flags say."""
     if (beside := found.directory.parent / BESIDE).is_dir():
         return beside
-    path = config.tokenizer.tokenizer_model
-    if path is None or not os.path.exists(path):
-        return None
-    return Path(path) if os.path.isdir(path) else Path(path).parent
+    for path in (config.training.hf_config, config.tokenizer.tokenizer_model):
+        if path is not None and os.path.exists(path):
+            return Path(path) if os.path.isdir(path) else Path(path).parent
+    return None
 
 
 def _stated(like: Path | None) -> dict[str, Any]:

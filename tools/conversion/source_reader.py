@@ -7,6 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.files import open_regular
 from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.storage import ChunkReader
@@ -45,8 +46,9 @@ class SourceReader(contextlib.ExitStack):
 
     def _reader(self, file: str) -> ChunkReader:
         if file not in self._readers:
-            reader = ChunkReader(self.source.directory / file, follow=self.source.follows_links)
-            self._readers[file] = self.enter_context(reader)
+            path = self.source.directory / file
+            fd = self.enter_context(open_regular(path, follow=self.source.follows_links))
+            self._readers[file] = ChunkReader(fd, path)
         return self._readers[file]
 
 

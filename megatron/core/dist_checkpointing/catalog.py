@@ -17,6 +17,7 @@ would lose work unasked: it is refused, and the message says how to choose the o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import stat
@@ -32,13 +33,12 @@ from megatron.core.dist_checkpointing.source import SourceTensor
 from megatron.core.dist_checkpointing.verification import verify_file
 from megatron.core.safe_files import read_bytes
 from megatron.core.schema import Place
-from megatron.core.words import printable, printable_json
+from megatron.core.words import first_of, printable, printable_json
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LEASE_FILE = "lease.json"
 CONSOLE_FILE = "console.log"  # what a run that is shown on a terminal writes in full
 MAX_TRACKER_BYTES = 64
-_SHOWN = 6  # names of a folder that holds none
 _NAME = re.compile(r"iter_([0-9]{7,12})(?:\.(tmp|old|trash|kept|damaged)-([0-9a-f]{1,32}))?")
 
 
@@ -63,32 +63,24 @@ class IterationFolder(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A checkpoint whose manifest parses and whose files have the right sizes (digests: `verify`)."""
+    """A checkpoint whose manifest parses and whose files have the right sizes (digests: `verify_file`), as a
+    `TensorSource`."""
 
     directory: Path
     iteration: int
     manifest: Manifest
     manifest_sha256: str
+    described_in: Path
+    tensors: Mapping[str, SourceTensor]
+    files: Collection[str]
+    verify_file: Callable[[str], None]
+    follows_links: bool
 
-    @property
-    def described_in(self) -> Path:
-        return self.directory / MANIFEST_NAME
-
-    @property
-    def follows_links(self) -> bool:
-        return False
-
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        return self.manifest.tensors
-
-    @property
-    def files(self) -> Collection[str]:
-        return self.manifest.files
-
-    def verify_file(self, name: str) -> None:
-        """SHA-256 and header of a file. Raises CheckpointError."""
-        verify_file(self.directory, self.manifest, name)
+    @staticmethod
+    def of_ours(directory: Path, iteration: int, manifest: Manifest, manifest_sha256: str) -> Found:
+        stated, verify = directory / MANIFEST_NAME, functools.partial(verify_file, directory, manifest)
+        own = stated, manifest.tensors, manifest.files, verify, False
+        return Found(directory, iteration, manifest, manifest_sha256, *own)
 
     def place(self, where: str = "") -> Place:
         """A field of its manifest, for messages."""
@@ -182,7 +174,7 @@ def open_directory(directory: Path, iteration: int) -> Found:
     for path in sorted(directory.iterdir()):
         if path.name not in listed and not path.name.startswith("."):  # file systems leave hidden files
             raise CheckpointError(f"{path}: not listed in {MANIFEST_NAME}; a checkpoint holds nothing else")
-    return Found(directory, iteration, manifest, digest)
+    return Found.of_ours(directory, iteration, manifest, digest)
 
 
 def choose(root: Path, ckpt_step: int | None = None, open_other: OpenOther = open_no_other) -> LoadChoice:
@@ -244,8 +236,6 @@ def holds_any(root: Path) -> bool:
 def _ours(root: Path) -> dict[int, Path]:
     """`candidates`. Raises CheckpointError for the checkpoints of others."""
     there = candidates(list_entries(root))
-    if holds_ours(root) and not (root / MANIFEST_NAME).exists():
-        return there
     if (root / MANIFEST_NAME).exists():
         if (match := _NAME.fullmatch(root.name)) is not None and match[2] is None:
             how = f"--load {root.parent} --ckpt-step {int(match[1])} loads it"
@@ -254,7 +244,7 @@ def _ours(root: Path) -> dict[int, Path]:
             f"{root}: one checkpoint ({MANIFEST_NAME}) and not a folder of them: move it to DIR/iter_NNNNNNN, the "
             f"number being field 'iteration' of its {MANIFEST_NAME}, and give --load DIR"
         )
-    if (what := recognise(root)) is not None:
+    if not holds_ours(root) and (what := recognise(root)) is not None:
         told = f"{min(there.values()) / MANIFEST_NAME}: missing: not a" if there else f"{root}: no"
         raise CheckpointError(f"{told} checkpoint of ours but {what}; {what.fix}")
     return there
@@ -267,8 +257,7 @@ def _nothing_in(root: Path) -> str:
     # What this run has put there, and hidden names, say nothing of what the folder was meant for.
     own = (LEASE_FILE, CONSOLE_FILE)
     names = [name for name in names_in(root) if name not in own and not name.startswith(".")]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    holds = f"; it holds {', '.join(map(ascii, names[:_SHOWN]))}{more}" if names else ""
+    holds = f"; it holds {first_of([*map(ascii, names)])}" if names else ""
     return f"no checkpoint in {root}: no {TRACKER_NAME}, no iter_*{holds}"
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.core.dist_checkpointing import manifest as stated
+from megatron.core.dist_checkpointing.files import open_regular
 from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.planning import chunk_metadata
 from megatron.core.dist_checkpointing.source import SourceTensor, StoredChunk
@@ -72,11 +73,9 @@ class SafeStorageReader(StorageReader):
         placed = [(*self._where[item.storage_index], item) for item in plan.items]
         placed.sort(key=lambda one: (one[0].file, one[0].begin))
         for name, parts in itertools.groupby(placed, lambda one: one[0].file):
-            with (
-                ChunkReader(self.directory / name, follow=self._follow)
-                if name
-                else contextlib.nullcontext() as reader
-            ):
+            path = self.directory / name
+            with open_regular(path, follow=self._follow) if name else contextlib.nullcontext() as fd:
+                reader = None if fd is None else ChunkReader(fd, path)
                 for chunk, dtype, item in parts:
                     target = planner.resolve_tensor(item).detach()
                     if reader is None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron.core import safe_files
-from megatron.core.safe_files import FILE_MODE, UnsafeFileError
+from megatron.core.safe_files import FILE_MODE, FileContentError, UnsafeFileError
 from megatron.core.words import printable
 
 
@@ -30,7 +30,7 @@ BLOCK_BYTES = 8 << 20  # one write or read: large enough to stream, small enough
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview], *, hashed: bool = True) -> tuple[int, str]:
-    """Write a new file from front to back, durably; returns its size and SHA-256, which is of nothing unless `hashed`.
+    """Write a new file from front to back, durably; returns its size and SHA-256, "" unless `hashed`.
 
     Its directory entry is not durable yet: `safe_files.sync_directory`.
     """
@@ -38,30 +38,31 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview], *, hashed: bool 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
-        hasher = stack.enter_context(ThreadPoolExecutor(1))  # beside the write of the same block
+        hasher = stack.enter_context(
+            ThreadPoolExecutor(1)
+        )  # beside the write of the block; no work, no thread
         for part in parts:
             view = memoryview(part).cast("B")
             for begin in range(0, len(view), BLOCK_BYTES):
                 block = view[begin : begin + BLOCK_BYTES]
-                digested = hasher.submit(sha256.update, block if hashed else b"")
+                hashing = hasher.submit(sha256.update, block) if hashed else None
                 while len(block):
                     written = os.write(fd, block)
                     num_bytes, block = num_bytes + written, block[written:]
-                digested.result()
+                if hashing is not None:
+                    hashing.result()
         os.fsync(fd)
-    return num_bytes, sha256.hexdigest()
+    return num_bytes, sha256.hexdigest() if hashed else ""
 
 
 @contextlib.contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """What the system refuses inside, and a ValueError, as a CheckpointError that names the file."""
+    """What the system refuses inside, and content that is not read, as a CheckpointError that names the file."""
     try:
         yield
-    except CheckpointError:
-        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{error.filename or path}: missing") from None
-    except (UnsafeFileError, ValueError) as error:
+    except (UnsafeFileError, FileContentError) as error:
         raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
@@ -91,12 +92,12 @@ def read_into(fd: int, path: Path, begin: int, out: memoryview) -> None:
         done += count
 
 
-def sha256_of(fd: int, path: Path, num_bytes: int) -> str:
-    """SHA-256 of the first `num_bytes` bytes, which must be there."""
+def sha256_of(fd: int, path: Path, num_bytes: int, begin: int = 0) -> str:
+    """SHA-256 of the `num_bytes` bytes from `begin` on, which must be there."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(min(BLOCK_BYTES, num_bytes)))
-    for begin in range(0, num_bytes, BLOCK_BYTES):
-        part = block[: min(BLOCK_BYTES, num_bytes - begin)]
-        read_into(fd, path, begin, part)
+    for done in range(0, num_bytes, BLOCK_BYTES):
+        part = block[: min(BLOCK_BYTES, num_bytes - done)]
+        read_into(fd, path, begin + done, part)
         digest.update(part)
     return digest.hexdigest()

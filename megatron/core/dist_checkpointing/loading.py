@@ -19,8 +19,7 @@ from megatron.core.dist_checkpointing.pieces import dtype_name
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport.parallel_state import ParallelState, single_process
-
-_SHOWN = 8  # names that a message lists before it says how many more
+from megatron.core.words import FIRST, first_of
 
 
 def find(
@@ -51,7 +50,7 @@ def find(
             found = None if of_ours else open_other(Path(root), ckpt_step)
             if found is None:
                 directory = Path(root) / name
-                found = Found(directory, iteration, *read_manifest(directory))
+                found = Found.of_ours(directory, iteration, *read_manifest(directory))
             if found.manifest_sha256 != digest:
                 raise CheckpointError(
                     f"{found.described_in}: this rank reads SHA-256 {found.manifest_sha256}, rank 0 {digest}: "
@@ -107,7 +106,7 @@ def check_pieces(
     Communicates over the whole world. Raises CheckpointError on all ranks together, naming all that does not fit.
     """
     with step() as compared:
-        some = list(islice(_problems(source, pieces, convert), _SHOWN + 1))  # thousands of ranks tell theirs
+        some = list(islice(_problems(source, pieces, convert), FIRST + 1))  # thousands of ranks tell theirs
         compared.value = sorted({piece.name for piece in pieces}), some
     told = compared.gather(ps)
     wanted = {name for names, _ in told for name in names}
@@ -116,22 +115,18 @@ def check_pieces(
         first |= {problem: rank for problem in own if problem not in first}
     problems = [f"rank {rank}: {one}" if len(told) > 1 else one for one, rank in first.items()]
     if unused := [name for name in source.tensors.keys() - wanted if name.startswith(tuple(prefixes))]:
-        problems.append(f"tensors that this run does not have: {_listed(sorted(unused))}")
+        problems.append(f"tensors that this run does not have: {first_of(sorted(unused))}")
     if problems:
-        raise CheckpointError(f"{source.described_in}: {_listed(problems, '; ')}")
+        raise CheckpointError(f"{source.described_in}: {first_of(problems, '; ')}")
 
 
 _FLOATING = {"F64", "F32", "BF16", "F16"}
 
 
-def _listed(told: Sequence[str], between: str = ", ") -> str:
-    return between.join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
-
-
 def _problems(source: TensorSource, pieces: Sequence[LocalPiece], convert: bool) -> Iterator[str]:
     """Names, shapes and dtypes of this rank's pieces against the checkpoint's."""
     if missing := {piece.name for piece in pieces} - source.tensors.keys():
-        yield f"tensors that this run needs are missing: {_listed(sorted(missing))}"
+        yield f"tensors that this run needs are missing: {first_of(sorted(missing))}"
     for piece in {piece.name: piece for piece in pieces if piece.name not in missing}.values():
         saved, where = source.tensors[piece.name], f"tensor {piece.name}"
         if saved.shape != tuple(piece.global_shape):

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NoReturn
 
 from megatron.core import schema
 from megatron.core.dist_checkpointing.files import CheckpointError, open_regular, read_exactly
-from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, LENGTH_BYTES, MAX_DIMS
 from megatron.core.rectangles import Dims, Rectangle, fill_error
 from megatron.core.schema import Place, array, integer, mapping, one_of, text
 from megatron.core.transport.rank_grid import AXES
@@ -38,14 +38,13 @@ FORMAT_VERSION = 1
 MAX_BYTES = 512 << 20
 FREE_BYTES = 8 << 20  # a manifest beyond this must be small against the data that it describes
 MAX_SHARE = 8  # ... by this factor
-MAX_DIMS = 16
 MAX_ITERATION = 10**12 - 1  # as a directory's name holds
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 
 
 def _file_name(name: str, place: Place) -> None:
-    if not _FILE_NAME.fullmatch(name):
-        place.fail(f"a plain file name like {_FILE_NAME.pattern}", name)
+    if not FILE_NAME.fullmatch(name):
+        place.fail(f"a plain file name like {FILE_NAME.pattern}", name)
 
 
 _SHA256 = "[0-9a-f]{64}"

@@ -55,7 +55,7 @@ def build_header(
     return head, [len(head) + place for place in places]
 
 
-def header_length(prefix: bytes, file_bytes: int) -> int:
+def header_length(prefix: bytes | bytearray, file_bytes: int) -> int:
     """Length of the JSON from the first 8 bytes; ValueError when it cannot be true."""
     (length,) = struct.unpack("<Q", prefix)
     limit = min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES)
@@ -65,39 +65,37 @@ def header_length(prefix: bytes, file_bytes: int) -> int:
 
 
 class StoredArray(NamedTuple):
-    """A tensor of a file that somebody else has written. begin: its first byte in the file."""
+    """A row-major tensor in a file. begin: its first byte there."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-def parse_header(text: bytes, file_bytes: int) -> dict[str, StoredArray]:
+
+def parse_header(text: bytes | bytearray, file_bytes: int) -> dict[str, StoredArray]:
     """What a header of any writer lists. text: behind the first 8 bytes. Raises ValueError where it cannot be true: the
     format has no gaps, no overlaps and no bytes behind the last tensor."""
     table = json.loads(text)
     if not isinstance(table, dict):
         raise ValueError(f"header is a {type(table).__name__}, expected an object")
-    first, arrays = LENGTH_BYTES + len(text), {}
-    spans = []
-    for name, entry in table.items():
-        if name == "__metadata__":
-            continue
-        array, end = _stored_array(name, entry, first)
-        arrays[name] = array
-        spans.append((array.begin, end, name))
-    place = first
-    for begin, end, name in sorted(spans):
-        if begin != place:
-            raise ValueError(f"{name!r:.200} begins at byte {begin}, expected {place}")
-        place = end
+    place = LENGTH_BYTES + len(text)
+    arrays = {
+        name: _stored_array(name, entry, place) for name, entry in table.items() if name != "__metadata__"
+    }
+    for name, array in sorted(arrays.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+        if array.begin != place:
+            raise ValueError(f"{name!r:.200} begins at byte {array.begin}, expected {place}")
+        place += array.num_bytes
     if place != file_bytes:
         raise ValueError(f"tensors end at byte {place}, the file at {file_bytes}")
     return arrays
 
 
-def _stored_array(name: str, entry: Any, first: int) -> tuple[StoredArray, int]:
-    """And the byte behind it."""
+def _stored_array(name: str, entry: Any, first: int) -> StoredArray:
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     dtype: Any = fields.get("dtype")
     shape: Any = fields.get("shape")
@@ -108,7 +106,7 @@ def _stored_array(name: str, entry: Any, first: int) -> tuple[StoredArray, int]:
         right = isinstance(value, list) and len(value) <= MAX_DIMS
         if not right or any(type(one) is not int or not 0 <= one <= MAX_BYTES for one in value):
             raise ValueError(f"{name!r:.200}: {key} {value!r:.80}, expected a list of sizes")
-    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-    if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
-        raise ValueError(f"{name!r:.200}: data_offsets {offsets!r:.80}, expected {num_bytes} bytes")
-    return StoredArray(dtype, tuple(shape), first + offsets[0]), first + offsets[1]
+    array = StoredArray(dtype, tuple(shape), first + offsets[0] if offsets else 0)
+    if len(offsets) != 2 or offsets[1] - offsets[0] != array.num_bytes:
+        raise ValueError(f"{name!r:.200}: data_offsets {offsets!r:.80}, expected {array.num_bytes} bytes")
+    return array

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.core.dist_checkpointing.manifest import ChunkEntry
+from megatron.core.dist_checkpointing.safetensors_format import StoredArray
 from megatron.core.rectangles import Dims, Rectangle
 
 
@@ -40,10 +41,11 @@ class ArrayTensor:
     chunks: tuple[ArrayChunk, ...]
 
     @classmethod
-    def whole(cls, dtype: str, shape: Dims, file: str, begin: int) -> ArrayTensor:
-        """One that an array has all of."""
-        zeros = (0,) * len(shape)
-        return cls(dtype, shape, (ArrayChunk(zeros, shape, file, begin, shape, zeros),))
+    def whole(cls, array: StoredArray, file: str) -> ArrayTensor:
+        """One that an array of this file has all of."""
+        zeros = (0,) * len(array.shape)
+        chunk = ArrayChunk(zeros, array.shape, file, array.begin, array.shape, zeros)
+        return cls(array.dtype, array.shape, (chunk,))
 
 
 StoredChunk = ChunkEntry | ArrayChunk

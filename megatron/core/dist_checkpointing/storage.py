@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.files import open_regular, read_into, write_file
+from megatron.core.dist_checkpointing.files import read_into, write_file
 from megatron.core.dist_checkpointing.manifest import ChunkEntry, FileEntry, TensorEntry
 from megatron.core.dist_checkpointing.pieces import PieceFacts
 from megatron.core.dist_checkpointing.safetensors_format import build_header
@@ -80,19 +79,11 @@ def describe_tensors(plans: Sequence[Sequence[PieceFacts]]) -> dict[str, TensorE
 
 
 class ChunkReader:
-    """Reads parts of the arrays of one file, one array in memory at a time."""
+    """Reads parts of the arrays of an open file, one array in memory at a time."""
 
-    def __init__(self, path: Path, *, follow: bool = False) -> None:
-        self._path, self._follow, self._stack = path, follow, contextlib.ExitStack()
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd, self._path = fd, path
         self._array: tuple[int, Tensor] | None = None
-
-    def __enter__(self) -> ChunkReader:
-        self._fd = self._stack.enter_context(open_regular(self._path, follow=self._follow))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._array = None
-        self._stack.close()
 
     def read(self, chunk: StoredChunk, dtype: torch.dtype, box: Rectangle | None = None) -> Tensor:
         """The values of a chunk, or of a rectangle of it. Only the rows (dim 0 of the array) that it spans are read,
@@ -105,9 +96,8 @@ class ChunkReader:
             part, rows = self._whole(chunk, dtype), 0
         else:
             part, rows = self._rows(chunk, dtype, offset[:1], shape[:1]), 1
-        for dim in range(part.dim()):
-            if dim >= rows:
-                part = part.narrow(dim, offset[dim], shape[dim])
+        for dim in range(rows, part.dim()):
+            part = part.narrow(dim, offset[dim], shape[dim])
         return part.t() if chunk.transposed else part
 
     def _whole(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:

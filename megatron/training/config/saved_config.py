@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.catalog import (
 )
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import Place, check, integer, number, one_of, or_null
-from megatron.interchange.foreign_checkpoint import Foreign, opener
+from megatron.interchange.foreign_checkpoint import EMBEDDING, Foreign, opener
 from megatron.interchange.megatron_folder import MegatronSource
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
@@ -54,7 +54,6 @@ _MATRICES = (
 _PRECISIONS = {"BF16": {"bf16": True}, "F16": {"fp16": True}, "F64": {"fp64": True}}
 _LAYER = re.compile(r"model\.decoder\.layers\.([0-9]{1,6})\.")
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
-EMBEDDING = "model.embedding.word_embeddings.weight"
 
 
 def _text(value: Any, place: Place) -> None:

@@ -49,8 +49,6 @@ def build_gpt_model(
     vp_stage: which of the rank's chunks. pre_process, post_process: the chunk embeds, computes the loss. Raises
     ModelError where they are not those of the stage.
     """
-    padded_vocab_size = config.model.padded_vocab_size
-    assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
     part: dict[str, Any] = {}
     if ps is not None:
         held_here = config.schedule_spec.held_by(ps.pp_rank)
@@ -71,14 +69,20 @@ def build_gpt_model(
             "other_end_here": both_ends_here and (spec.embedding or spec.loss),
             "tp": TensorParallel.of(ps, config.parallel.sequence_parallel),
         }
+    return part_of_model(config, pre_process=pre_process, post_process=post_process, **part)
+
+
+def part_of_model(config: Config, **part: Any) -> GPTModel:
+    """The GPT of a configuration, on torch's current default device. part: which layers, ends and tensor parallel rank
+    of it, by the names of `GPTModel`'s arguments; all of it if not given."""
+    padded_vocab_size = config.model.padded_vocab_size
+    assert padded_vocab_size is not None, "padded_vocab_size is derived once the tokenizer is known"
     return GPTModel(
         config.model,
         padded_vocab_size=padded_vocab_size,
         seed=config.training.seed,
         params_dtype=params_dtype(config),
         device=torch.get_default_device(),
-        pre_process=pre_process,
-        post_process=post_process,
         **part,
     )
 

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.saving import (
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.schema import Place
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.words import counted
+from megatron.core.words import counted, first_of
 from megatron.interchange.foreign_checkpoint import opener
 from megatron.training.config.saved_config import (
     MODEL_PREFIX,
@@ -251,11 +251,11 @@ class Checkpointer:
         there = sorted(catalog.candidates(catalog.list_entries(Path(flags.save))))
         last = loaded.iteration if loaded is not None and goes_on else -1
         self._owned = {iteration for iteration in there if iteration <= last}
-        if others := [iteration for iteration in there if iteration > last]:
-            shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        if others := [str(iteration) for iteration in there if iteration > last]:
             self._say(
-                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations {shown}): they "
-                "are never removed, and where this run saves the same iteration they are put aside as iter_*.kept-*"
+                f"WARNING: {flags.save} has checkpoints that this run does not go on from (iterations "
+                f"{first_of(others)}): they are never removed, and where this run saves the same iteration they are "
+                "put aside as iter_*.kept-*"
             )
 
     def _saved(self, directory: Path | None) -> Path | None:
@@ -281,15 +281,17 @@ def _refuse_nonfinite(found: Found, pieces: Sequence[LocalPiece], ps: ParallelSt
 
 
 def load_for_inference(
-    load_dir: str, ckpt_step: int | None = None
+    load_dir: str, ckpt_step: int | None = None, max_position_embeddings: int | None = None
 ) -> tuple[dict[str, Any], Callable[..., None]]:
     """The flat configuration of a model that a run can load, of any format, and a function that fills a model's pieces,
     (pieces, ps=None), without an optimizer. Weights are converted into the pieces' dtypes. With ps it communicates over
-    the world, and the pieces of all ranks are the whole model.
+    the world, and the pieces of all ranks are the whole model. max_position_embeddings: as many as are used of a
+    Hugging Face model, which may have more than its attention window spans.
 
     Raises CheckpointError when the folder holds none, or what cannot be read.
     """
-    choice = to_be_loaded({"load": load_dir, "ckpt_step": ckpt_step, "finetune": True})
+    used = {"hidden_dropout": 0.0, "max_position_embeddings": max_position_embeddings}
+    choice = to_be_loaded({"load": load_dir, "ckpt_step": ckpt_step, "finetune": True, **used})
     if (found := choice.found) is None:
         raise CheckpointError("; ".join(choice.notes))
 
@@ -301,4 +303,8 @@ def load_for_inference(
     if unknown := sorted(config.keys() - SCHEMAS.keys()):
         place = found.place("common.config")
         place.fail("settings of this version", found_words=f"others: {', '.join(map(ascii, unknown))}")
+    if max_position_embeddings not in (None, positions := config.get("max_position_embeddings")):
+        found.place("common.config.max_position_embeddings").fail(
+            f"{max_position_embeddings} as given", positions
+        )
     return config, load

@@ -99,7 +99,7 @@ def with_hf_config(values: dict[str, Any], origin: dict[str, str]) -> list[str]:
     if (path := values.get("hf_config")) is None:
         return []
     try:
-        model = read_config_file(Path(path), heeded(values))
+        model, _ = read_config_file(Path(path), heeded(values))
     except CheckpointError as error:
         fix = "name the config.json of an architecture in docs/interchange.md, or its folder"
         raise ConfigurationError(

@@ -1,14 +1,17 @@
 """Import, compare and export of Hugging Face folders, as a user calls them."""
 
 import json
+import shutil
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
 
-from tests.harness.hugging_face import TOYS, saved_toy
+from megatron.training.run.arguments import parse_config
+from tests.harness.hugging_face import TOYS, VOCAB, saved_toy
 from tools.checkpoint import main
+from tools.conversion.hugging_face import true_rows
 
 
 def words(*parts):
@@ -70,3 +73,34 @@ def test_compare_names_what_differs(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "model.decoder.layers.1.self_attention.linear_qkv.bias: largest difference 0.5" in told
     assert "1 tensor not the same" in told
+
+
+def test_no_row_but_padding_is_left_out(tmp_path, capsys):
+    theirs, ours, like, back = (tmp_path / name for name in ("theirs", "ours", "like", "back"))
+    saved_toy("qwen2", theirs)
+    assert main(words("import", "--hf", theirs, "--save", ours)) == 0
+    like.mkdir()
+    stated = json.loads((theirs / "config.json").read_text())
+    (like / "config.json").write_text(json.dumps(stated | {"vocab_size": VOCAB - 1}))
+    assert main(words("export", "--load", ours, "--hf", back, "--like", like)) == 3
+    assert f"has vocab_size {VOCAB - 1}, this model {VOCAB} rows" in capsys.readouterr().err
+    assert not back.exists()
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --tokenizer-type NullTokenizer"
+    run = f"{shape} --vocab-size 60 --micro-batch-size 2 --train-iters 3 --lr 1e-2 --mock-data"
+    config = parse_config([*run.split(), "--make-vocab-size-divisible-by", "64"])
+    assert true_rows(config, 64, {"vocab_size": VOCAB}, like) == VOCAB
+    assert true_rows(config, 64, {}, None) == 64
+
+
+def test_the_architecture_is_that_of_the_runs_config_json(tmp_path, capsys):
+    """A Mistral is also a Llama; which of them it is only its config.json says, else it is told which was chosen."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    saved_toy("mistral", theirs)
+    assert main(words("import", "--hf", theirs, "--save", ours)) == 0
+    for beside, model_type in ((True, "mistral"), (False, "llama")):
+        if not beside:
+            shutil.rmtree(ours / "hugging_face")
+        back = tmp_path / model_type
+        assert main(words("export", "--load", ours, "--hf", back)) == 0
+        assert json.loads((back / "config.json").read_text())["model_type"] == model_type
+    assert "model_type llama: the first that can express this model" in capsys.readouterr().err

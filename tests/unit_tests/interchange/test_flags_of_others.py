@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.interchange.known import ARCHITECTURES
 from megatron.training.run.arguments import ConfigurationError, launch_config, parse_config
+from megatron.training.run.checkpointing import load_for_inference
 from tests.harness.hugging_face import POSITIONS, VOCAB, saved_toy
 from tests.unit_tests.interchange.published import PUBLISHED
 
@@ -112,6 +114,17 @@ def test_positions_within_a_window_need_a_flag(toys, tmp_path, capsys):
     assert f"--max-position-embeddings {POSITIONS}" in refused(capsys, 3, *line)
     config = parse_config([*RUN, *map(str, line), "--max-position-embeddings", "32"])
     assert config.model.max_position_embeddings == 32
+
+
+def test_text_is_made_within_a_window(toys, tmp_path):
+    """Forwards alone know neither dropout nor, unless they are asked to, that a window ends before the positions."""
+    wide = changed(toys / "mistral", tmp_path / "wide", max_position_embeddings=64)
+    with pytest.raises(CheckpointError, match=f"--max-position-embeddings {POSITIONS}"):
+        load_for_inference(str(wide))
+    config, _ = load_for_inference(str(wide), max_position_embeddings=POSITIONS)
+    assert config["max_position_embeddings"] == POSITIONS
+    mixed = changed(toys / "gpt2", tmp_path / "mixed", resid_pdrop=0.1, embd_pdrop=0.2)
+    assert load_for_inference(str(mixed))[0]["hidden_dropout"] == 0
 
 
 def test_all_that_has_no_place_is_listed_at_once(toys, tmp_path, capsys):
