@@ -40,12 +40,16 @@ def are_shared(stages: Iterable[StageUnits]) -> bool:
     return any(group.size > 1 for group in groups_of(stages))
 
 
+def _of_several(groups: Iterable[RankGroup]) -> tuple[RankGroup, ...]:
+    return tuple(sorted((one for one in groups if one.size > 1), key=lambda one: one.name))
+
+
 def over_ranks(groups: Iterable[RankGroup]) -> str:
     """Such as `2 ranks in 4 instances`; where several groups cut states, with their names."""
     cutting = [group for group in groups if not group.instances]
     words = [counted(one.size, "rank") + f" of {one.name}" * (len(cutting) > 1) for one in cutting]
     instances = [f" in {one.size} instances" for one in groups if one.instances and one.size > 1]
-    return " and ".join(words) + "".join(instances)
+    return " and ".join(words or ["1 rank"]) + "".join(instances)
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,8 @@ class Residency:
 class PlannedResidency:
     """What a plan with operations of data parallelism was made for; it is no good for anything else.
 
-    groups: of ranks that share states. outer_optimizer: instances cut the optimizer. units: names by stage. grouping:
-    `Grouping` as planned.
+    groups: of several ranks that share states, by name. outer_optimizer: instances cut the optimizer. units: names by
+    stage. grouping: `Grouping` as planned.
     """
 
     strategy: str
@@ -124,7 +128,7 @@ class PlannedResidency:
     def of(cls, asked: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
         names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
         cuts = any(share.gathered for stage in stages for unit in stage.units for share in unit.repeated)
-        return cls(asked.strategy, groups_of(stages), cuts, asked.policy, names, grouping)
+        return cls(asked.strategy, _of_several(groups_of(stages)), cuts, asked.policy, names, grouping)
 
     def size_of(self, name: str) -> int:
         """How many ranks a group has; 1 for one that no unit knows."""
@@ -177,7 +181,7 @@ class PlannedResidency:
             for stage in runs
         )
         everywhere = ShardPlace(inner_size=numbers[0], outer_size=numbers[1]).groups
-        groups = (*everywhere, *(RankGroup(**one) for one in content.get("groups", ())))
+        groups = _of_several((*everywhere, *(RankGroup(**one) for one in content.get("groups", ()))))
         asked = (content["strategy"], groups, content["outer_optimizer"], content["policy"])
         return cls(*asked, units, grouping)
 

@@ -24,8 +24,6 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace
 
 Access = tuple[int, ...]
-# Of a unit, what no engine knows.
-ONLY_PLANNED = ("f", "b", "w", "activation", "held_after_b", "optimizer_bytes")
 
 
 @dataclass(frozen=True)
@@ -261,17 +259,34 @@ def differing(planned: StageUnits, built: StageUnits) -> str | None:
     for one, other in itertools.zip_longest(planned.units, built.units):
         if one is None or other is None or one.name != other.name:
             names = [", ".join(unit.name for unit in stage.units) or "none" for stage in (planned, built)]
-            return "the plan has the units {}, the model {}".format(*names)
-        for field in dataclasses.fields(UnitCosts):
-            mine, theirs = getattr(one, field.name), getattr(other, field.name)
-            if field.name not in ONLY_PLANNED and mine != theirs:
-                return f"unit {one.name}: {field.name} of the plan {mine}, of the model {theirs}"
-    rows = [(stage.forward, stage.backward) for stage in (planned, built)]
-    if rows[0] != rows[1]:
-        return "units {}: accesses of the plan {}, of the model {}".format(
-            ", ".join(unit.name for unit in built.units), *rows
-        )
+            return "units by the plan {}, in the model {}".format(*names)
+        mine, theirs = _built_facts(one), _built_facts(other)
+        for what in (what for what in mine | theirs if mine.get(what) != theirs.get(what)):
+            return f"unit {one.name}: {what} {mine.get(what)} by the plan, {theirs.get(what)} in the model"
+    names = [unit.name for unit in built.units]
+    for what, *rows in (
+        ("forward", planned.forward, built.forward),
+        ("backward", planned.backward, built.backward),
+    ):
+        if rows[0] != rows[1]:
+            return "units in the order of the {}: {} by the plan, {} in the model".format(
+                what, *([[names[unit] for unit in access] for access in row] for row in rows)
+            )
     return None
+
+
+def _built_facts(unit: UnitCosts) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "bytes of further gradients": unit.extra_grad_bytes,
+        "weights read by the backward": unit.backward_reads,
+        "a lookup first": unit.begins_with_lookup,
+    }
+    for share in unit.shares:
+        over = f"over {share.group.name}"
+        facts |= {f"ranks {over}": share.group.size, f"bytes gathered {over}": share.gathered}
+        facts |= {f"bytes reduced {over}": share.reduced, f"bytes at rest {over}": share.at_rest}
+        facts[f"calls of a reduction {over}"] = share.calls
+    return facts
 
 
 @dataclass(frozen=True, slots=True)
