@@ -81,7 +81,7 @@ def test_a_difference_is_an_error_that_names_the_unit_and_both_figures_on_every_
     assert len({message for message, _ in messages}) == 1
     message, (planned, of_model) = messages[0]
     assert (
-        f"unit decoder.layers.0: bytes gathered over dp {planned} by the plan, {of_model} in the model"
+        f"unit decoder.layers.0: gathered over 2 ranks of dp is {planned} by the plan, {of_model} in the model"
         in message
     )
     assert "from the flags" in message

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace
 
 Access = tuple[int, ...]
+_SHARE_BYTES = ("gathered", "reduced", "at_rest", "calls")
 
 
 @dataclass(frozen=True)
@@ -201,11 +202,6 @@ class StageUnits:
         forward, backward = (tuple(map(tuple, content[name])) for name in ("forward", "backward"))
         return cls(tuple(map(_unit_of_dict, content["units"])), forward, backward)
 
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        """The groups of ranks that its units have to do with."""
-        return tuple(dict.fromkeys(share.group for unit in self.units for share in unit.shares))
-
     def accesses(self, op: RawOp) -> tuple[Access, ...]:
         """Those of a computation, in order; of a W with a range of units only its own."""
         if op[0] == F:
@@ -256,37 +252,25 @@ def _first_and_last(accesses: Sequence[Access]) -> tuple[dict[int, int], dict[in
 def differing(planned: StageUnits, built: StageUnits) -> str | None:
     """The first unit in which a stage that was built differs from what its plan was made from, with the figures of both
     sides; None where they are alike. What only a plan knows, times and the optimizer's states, is not compared."""
-    for one, other in itertools.zip_longest(planned.units, built.units):
-        if one is None or other is None or one.name != other.name:
-            names = [", ".join(unit.name for unit in stage.units) or "none" for stage in (planned, built)]
-            return "units by the plan {}, in the model {}".format(*names)
-        mine, theirs = _built_facts(one), _built_facts(other)
+    nothing: dict[str, object] = {}
+    for mine, theirs in itertools.zip_longest(_built_facts(planned), _built_facts(built), fillvalue=nothing):
         for what in (what for what in mine | theirs if mine.get(what) != theirs.get(what)):
-            return f"unit {one.name}: {what} {mine.get(what)} by the plan, {theirs.get(what)} in the model"
-    names = [unit.name for unit in built.units]
-    for what, *rows in (
-        ("forward", planned.forward, built.forward),
-        ("backward", planned.backward, built.backward),
-    ):
-        if rows[0] != rows[1]:
-            return "units in the order of the {}: {} by the plan, {} in the model".format(
-                what, *([[names[unit] for unit in access] for access in row] for row in rows)
-            )
+            unit = mine.get("name", theirs.get("name"))
+            return f"unit {unit}: {what} is {mine.get(what)} by the plan, {theirs.get(what)} in the model"
     return None
 
 
-def _built_facts(unit: UnitCosts) -> dict[str, object]:
-    facts: dict[str, object] = {
-        "bytes of further gradients": unit.extra_grad_bytes,
-        "weights read by the backward": unit.backward_reads,
-        "a lookup first": unit.begins_with_lookup,
-    }
-    for share in unit.shares:
-        over = f"over {share.group.name}"
-        facts |= {f"ranks {over}": share.group.size, f"bytes gathered {over}": share.gathered}
-        facts |= {f"bytes reduced {over}": share.reduced, f"bytes at rest {over}": share.at_rest}
-        facts[f"calls of a reduction {over}"] = share.calls
-    return facts
+def _built_facts(stage: StageUnits) -> Iterator[dict[str, object]]:
+    """By unit."""
+    for place, unit in enumerate(stage.units):
+        names = ("name", "extra_grad_bytes", "backward_reads", "begins_with_lookup")
+        facts: dict[str, object] = {name: getattr(unit, name) for name in names}
+        for what, row in (("forward", stage.forward), ("backward", stage.backward)):
+            facts[f"its place in the {what}"] = [at for at, access in enumerate(row) if place in access]
+        for share in unit.shares:
+            over = f"over {share.group.size} ranks of {share.group.name}"
+            facts |= {f"{name} {over}": getattr(share, name) for name in _SHARE_BYTES}
+        yield facts
 
 
 @dataclass(frozen=True, slots=True)
