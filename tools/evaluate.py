@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.optional import MissingPackageError
+from megatron.core.optional import MissingPackageError, require
 from megatron.core.rectangles import even_share
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
 from megatron.core.words import counted, decimal
@@ -125,11 +125,9 @@ def run(args: argparse.Namespace, env: LaunchEnv) -> None:
     if problems := problems_of(args, env):
         raise ValueError("\n".join(problems))
     if args.tasks is not None:
-        from tools.evaluation.harness import require_harness
-
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ[name] = "1"  # data comes from this machine alone; read when the packages are imported
-        require_harness()
+        require("lm_eval", "eval")
     ps, config, load = join_and_open(args, env)
 
     from megatron.core.transport.parallel_state import destroy_process_group
