@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 from megatron.command import program
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.words import counted
+from megatron.interchange.foreign_checkpoint import heeded
 from megatron.interchange.known import ARCHITECTURES
 from megatron.training.guard.console import guard_console
 from tools.conversion import contents
@@ -111,9 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "import" and args.megatron is not None:
         made = megatron.import_folder(args.megatron, args.save, optimizer=not args.no_load_optim, **common)
     elif args.command == "import":
-        given = {"max_position_embeddings": args.max_position_embeddings}
-        given = {key: value for key, value in given.items() if value is not None}
-        made = hugging_face.import_folder(args.hf, args.save, given=given, **common)
+        made = hugging_face.import_folder(args.hf, args.save, given=heeded(vars(args)), **common)
     elif args.megatron is not None:
         found = contents.newest(args.load, args.ckpt_step)
         made = torch_dist.export_folder(found, args.megatron, optimizer=not args.no_load_optim, **common)

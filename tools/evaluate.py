@@ -14,7 +14,6 @@ goes to standard error. Exit status 3 for a checkpoint that cannot be used, 4 fo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -24,29 +23,26 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.errors import DataError
-from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.optional import MissingPackageError
+from megatron.core.optional import MissingPackageError, require
 from megatron.core.rectangles import even_share
-from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer, TokenizerError
-from megatron.core.words import counted, decimal, size_text
+from megatron.core.words import counted, decimal
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
-from tools.flags import add_flags
+from tools.flags import add_flags, too_small
 from tools.inference import (
-    bytes_left,
+    alike,
+    check_memory,
     filled_model,
     join_and_open,
     main_of_ranks,
     model_parser,
+    model_tokenizer,
     parsed,
     rank_problems,
 )
-from tools.tokenizer_flags import tokenizer_config
 
 if TYPE_CHECKING:  # torch comes once the line is known to be right
-    from megatron.core.transport.parallel_state import ParallelState
     from tools.evaluation.documents import Document
     from tools.evaluation.perplexity import Predicted
     from tools.evaluation.scorer import Scorer
@@ -81,11 +77,7 @@ def parse() -> argparse.Namespace:
 def problems_of(args: argparse.Namespace, env: LaunchEnv) -> list[str]:
     """What is wrong with the flags, before anything is read."""
     found = rank_problems(args, env)
-    for name in ("seq_length", "micro_batch_size", "limit"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if args.num_fewshot is not None and args.num_fewshot < 0:
-        found.append(f"--num-fewshot {args.num_fewshot}: must be 0 or more")
+    found += too_small(args, {"seq_length": 1, "micro_batch_size": 1, "limit": 1, "num_fewshot": 0})
     if args.prepend_bos and args.text is None:
         found.append("--prepend-bos: goes with --text")
     for name in ("include_path", "num_fewshot", "limit"):
@@ -118,50 +110,14 @@ def fitting(args: argparse.Namespace, config: Config) -> Config:
     return config.replace(seq_length=length)
 
 
-def size_problem(args: argparse.Namespace, config: Config, ps: ParallelState, here: int) -> str | None:
-    """Logits that there is no memory for. here: ranks of this machine."""
-    model, rows = config.model, args.micro_batch_size
-    columns = even_share(model.padded_vocab_size or 0, ps.tp_size if args.tasks is None else 1)
-    needed, available = rows * model.seq_length * columns * 8, bytes_left(ps, here)
-    if available is None or needed <= available:
-        return None
-    return (
-        f"--seq-length {model.seq_length} with --micro-batch-size {rows}: logits take {size_text(needed)}, "
-        f"{size_text(available)} are left: lower either"
-    )
-
-
-def model_tokenizer(args: argparse.Namespace, config: Config) -> Tokenizer | None:
+def tokenizer_if_here(args: argparse.Namespace, config: Config) -> Tokenizer | None:
     """None where a corpus is evaluated whose tokenizer is not here. Raises ValueError."""
     try:
-        tokenizer = build_from_config(tokenizer_config(args, config.tokenizer))
+        return model_tokenizer(args, config)
     except (TokenizerError, MissingPackageError):
         if args.data_path is None:
             raise
         return None
-    rows = config.model.padded_vocab_size or 0
-    if tokenizer.vocab_size > rows:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows}: give that of the model "
-            "(--tokenizer-type, --tokenizer-model, ...)"
-        )
-    return tokenizer
-
-
-@contextlib.contextmanager
-def alike(ps: ParallelState) -> Iterator[None]:
-    """ValueErrors of what each rank does alone are raised by all ranks, with the first one's message."""
-    from megatron.core.dist_checkpointing.agree import gather_json
-
-    told = None
-    try:
-        yield
-    except (CheckpointError, DataError):
-        raise
-    except ValueError as error:
-        told = str(error)
-    if found := next(filter(None, gather_json(told, ps)), None):
-        raise ValueError(found)
 
 
 def run(args: argparse.Namespace, env: LaunchEnv) -> None:
@@ -169,11 +125,9 @@ def run(args: argparse.Namespace, env: LaunchEnv) -> None:
     if problems := problems_of(args, env):
         raise ValueError("\n".join(problems))
     if args.tasks is not None:
-        from tools.evaluation.harness import require_harness
-
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ[name] = "1"  # data comes from this machine alone; read when the packages are imported
-        require_harness()
+        require("lm_eval", "eval")
     ps, config, load = join_and_open(args, env)
 
     from megatron.core.transport.parallel_state import destroy_process_group
@@ -181,9 +135,11 @@ def run(args: argparse.Namespace, env: LaunchEnv) -> None:
 
     with alike(ps):
         config = fitting(args, config)
-        tokenizer = model_tokenizer(args, config)
-        if problem := size_problem(args, config, ps, env.local_world_size):
-            raise ValueError(problem)
+        tokenizer = tokenizer_if_here(args, config)
+        length, rows = config.model.seq_length, args.micro_batch_size
+        columns = even_share(config.model.padded_vocab_size or 0, ps.tp_size if args.tasks is None else 1)
+        what = f"--seq-length {length} with --micro-batch-size {rows}: logits"
+        check_memory(rows * length * columns * 8, what, "lower either", ps, env)
     scorer = Scorer(filled_model(config, load, ps), ps)
     if args.tasks is not None:
         from tools.evaluation.harness import run_tasks
@@ -191,7 +147,7 @@ def run(args: argparse.Namespace, env: LaunchEnv) -> None:
         assert tokenizer is not None, "only corpora go without"
         run_tasks(args, scorer, tokenizer)
     else:
-        found = perplexity(args, scorer, tokenizer, config.model.seq_length)
+        found = perplexity(args, scorer, tokenizer, length)
         if ps.is_first_rank:
             show(found, as_json=args.json)
     destroy_process_group(ps)
@@ -205,16 +161,16 @@ def perplexity(
     from tools.evaluation.perplexity import predict
 
     every: Iterator[Document]
+    what = "--text" if args.text is not None else "--data-path"
     if args.text is not None:
         assert tokenizer is not None, "only corpora go without"
-        first = [] if not args.prepend_bos else [_bos(tokenizer)]
+        first = [_bos(tokenizer)] if args.prepend_bos else []
         every = documents.of_texts(args.text, tokenizer, first)
     else:
         every = documents.of_corpora(args.data_path, tokenizer)
     show_progress = scorer.ps.is_first_rank
     found = predict(scorer, every, length=length, batch_size=args.micro_batch_size, show=show_progress)
     if found.tokens == 0:
-        what = "--text" if args.text is not None else "--data-path"
         raise ValueError(
             f"{what}: {counted(found.documents, 'document')}, none of more than one token: nothing is predicted"
         )

@@ -75,3 +75,13 @@ def check_bounds(
         if bounds is not None and value is not None and not bounds.hold(value):
             (flag,) = flag_names(field)
             parser.error(f"{flag} {value}: must be from {bounds.least} to {bounds.most}")
+
+
+def too_small(args: argparse.Namespace, least: Mapping[str, int]) -> list[str]:
+    """What to say of numbers that are given and less than they may be. least: 0 or 1, by their names in `args`."""
+    given = {name: getattr(args, name) for name in least}
+    return [
+        f"--{name.replace('_', '-')} {value}: must be {'at least 1' if least[name] else '0 or more'}"
+        for name, value in given.items()
+        if value is not None and value < least[name]
+    ]

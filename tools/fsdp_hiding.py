@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.sharding_table import STRATEGIES, ShardPlace
 from megatron.core.words import plain, share_text
+from tools.flags import script_parser
 from tools.schedules.residency import moves_of_one_stage
 
 Row = dict[str, Any]
@@ -60,10 +61,7 @@ class UsageError(ValueError):
 
 def parser() -> argparse.ArgumentParser:
     """The command line. What describes a configuration has no default, so that what was given can be told."""
-    layout = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(
-        "fsdp_hiding.py", None, __doc__, allow_abbrev=False, formatter_class=layout
-    )
+    made = script_parser(__file__, __doc__)
     made.add_argument("--tflops", type=float, default=600.0, help="TFLOP/s a rank achieves (600)")
     made.add_argument(
         "--bandwidth-gb-per-s", type=float, default=340.0, help="GB/s a TP group takes in (340)"

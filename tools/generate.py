@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.training.config.launch_env import LaunchEnv
-from tools.flags import add_flags
+from tools.flags import add_flags, too_small
 from tools.inference import main_of_ranks, model_parser, parsed, rank_problems
 
 
@@ -52,11 +52,7 @@ def parse() -> argparse.Namespace:
 
 def problems_of(args: argparse.Namespace, env: LaunchEnv) -> list[str]:
     """What is wrong with the flags, before anything is read."""
-    found = []
-    if args.batch_size < 1:
-        found.append(f"--batch-size {args.batch_size}: must be at least 1")
-    if args.max_new_tokens < 0:
-        found.append(f"--max-new-tokens {args.max_new_tokens}: must be 0 or more")
+    found = too_small(args, {"batch_size": 1, "max_new_tokens": 0})
     if "" in args.stop:
         found.append("--stop '': every text has it: give some text, or leave the flag out")
     if args.json_lines and args.stream:

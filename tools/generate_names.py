@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.generated import ROOT, between
 
 DOCS = ROOT / "docs" / "megatron_compat.md"
-BEGIN, END = "<!-- names: tools/generate_names.py -->\n", "<!-- end of names -->\n"
 
 
 def names_table() -> str:
@@ -40,7 +39,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def with_table(text: str) -> str:
     """The page with the table as it is now."""
-    return between(text, BEGIN, END, names_table())
+    return between(text, "names", "generate_names.py", names_table())
 
 
 if __name__ == "__main__":

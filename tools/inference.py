@@ -7,18 +7,20 @@ import contextlib
 import io
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatron.command import program
 from megatron.core.datasets.errors import DataError
 from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.tokenizers.build import build_from_config
+from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport.rank_grid import dense_grid
-from megatron.core.words import counted
+from megatron.core.words import counted, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import ExitStatus, hard_exit
+from megatron.training.guard.exit_status import ExitStatus, StatusTable, hard_exit, status_of
 from tools import tokenizer_flags
 from tools.flags import add_flags, check_bounds, script_parser
 
@@ -29,6 +31,11 @@ if TYPE_CHECKING:  # torch comes once the line is known to be right
 
 Load = Callable[["Sequence[LocalPiece]", "ParallelState | None"], None]
 INTERRUPTED = 128 + signal.SIGINT
+REFUSALS: StatusTable = {
+    CheckpointError: ExitStatus.CHECKPOINT,
+    DataError: ExitStatus.DATA,
+    ValueError: ExitStatus.CONFIGURATION,
+}
 
 
 def model_parser(script: str, about: str | None) -> argparse.ArgumentParser:
@@ -164,10 +171,42 @@ def join_and_open(args: argparse.Namespace, env: LaunchEnv) -> tuple[ParallelSta
     return ps, config, load
 
 
-def bytes_left(ps: ParallelState, ranks: int) -> int | None:
-    """Of this rank's device, whose memory the ranks of a machine share if it is a CPU; None: not known."""
+@contextlib.contextmanager
+def alike(ps: ParallelState) -> Iterator[None]:
+    """What a rank refuses in a part that it does alone is raised by all, with the first one's message.
+
+    Communicates over the world. Raises ValueError, or the kind of it that a tool's `main` has a status of its own for.
+    """
+    from megatron.core.dist_checkpointing.agree import gather_json
+
+    refusal = None
+    try:
+        yield
+    except ValueError as error:
+        refusal = int(status_of(error, REFUSALS)), str(error)
+    if first := next(filter(None, gather_json(refusal, ps)), None):
+        raise next(kind for kind, status in REFUSALS.items() if status == first[0])(first[1])
+
+
+def model_tokenizer(args: argparse.Namespace, config: Config) -> Tokenizer:
+    """The one that the flags name, over the checkpoint's. Raises ValueError for one that is not the model's."""
+    tokenizer = build_from_config(tokenizer_flags.tokenizer_config(args, config.tokenizer))
+    rows = config.model.padded_vocab_size or 0
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows}: give that of the model "
+            "(--tokenizer-type, --tokenizer-model, ...); or were its files changed?"
+        )
+    return tokenizer
+
+
+def check_memory(needed: int, what: str, remedy: str, ps: ParallelState, env: LaunchEnv) -> None:
+    """Raises ValueError where this rank's device has less left; ranks of a machine share the memory of a CPU."""
     free = ps.device.free_bytes()
-    return free // ranks if free is not None and ps.device.kind == "cpu" else free
+    if free is not None and ps.device.kind == "cpu":
+        free //= env.local_world_size
+    if free is not None and needed > free:
+        raise ValueError(f"{what} take {size_text(needed)}, {size_text(free)} are left: {remedy}")
 
 
 def main_of_ranks(
@@ -186,12 +225,8 @@ def main_of_ranks(
             args = parse()
         run(args, env)
         return
-    except CheckpointError as error:
-        status, message = int(ExitStatus.CHECKPOINT), str(error)
-    except DataError as error:
-        status, message = int(ExitStatus.DATA), str(error)
     except ValueError as error:
-        status, message = int(ExitStatus.CONFIGURATION), str(error)
+        status, message = int(status_of(error, REFUSALS)), str(error)
     except KeyboardInterrupt:
         status, message = INTERRUPTED, "interrupted"
     except RuntimeError as error:  # a lost peer

@@ -52,7 +52,7 @@ from megatron.training.config.config import FIELDS
 from megatron.training.guard.console import guard_console
 from tools.conversion.contents import config_in, newest
 from tools.corpus_report import CorpusReport, verify_corpus
-from tools.flags import add_flags, add_settings, check_bounds, script_parser
+from tools.flags import add_flags, add_settings, check_bounds, script_parser, too_small
 from tools.run_data import HOW, WHERE, defaults_of_run, texts, tokenizer_of, told
 from tools.tokenizer_flags import FIELDS as TOKENIZER
 from tools.tokenizer_flags import add_tokenizer_flags
@@ -156,9 +156,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--mock-data needs --eod ID and --vocab-size N")
     if args.split is not None and (ways["--train/valid/test-data-path"] or args.per_split_data_args_path):
         parser.error("--split divides the corpora of --data-path; with per-split paths leave it out")
-    for flag, value in (("--samples", args.samples), ("--text", args.text)):
-        if value < 0:
-            parser.error(f"{flag} {value}: must not be negative")
+    if wrong := too_small(args, {"samples": 0, "text": 0}):
+        parser.error("; ".join(wrong))
     most = 2**40  # no corpus is as large
     for flag, value in (("--eod", args.eod), *(("--sizes", size) for size in args.sizes)):
         if value is not None and not 0 <= value <= most:
@@ -187,30 +186,20 @@ def build(args: argparse.Namespace) -> Datasets:
     return build_train_valid_test_datasets(spec, args.sizes, allow_empty=True, skip_empty=True)
 
 
-def named_splits(datasets: Datasets) -> Iterator[tuple[str, Dataset]]:
-    """Each dataset with its name; separate validation sets are valid0, valid1, ..."""
-    for name, entry in zip(SPLIT_NAMES, datasets, strict=True):
+def named_splits(args: argparse.Namespace, datasets: Datasets) -> Iterator[tuple[str, Dataset | None]]:
+    """Each dataset with its name, separate validation sets as valid0, valid1, ...; None: asked for, without sequences.
+    Raises DataError where all that were asked for are."""
+    shares = parse_split(args.split or DEFAULT_SPLIT) if args.data_path or args.data_args_path else ()
+    wanted = [size != 0 and share is not None for size, share in zip(args.sizes, shares, strict=False)]
+    empty = [data is None for data, is_wanted in zip(datasets, wanted, strict=False) if is_wanted]
+    if empty and all(empty):
+        names = (name for name, is_wanted in zip(SPLIT_NAMES, wanted, strict=True) if is_wanted)
+        raise DataError(f"--split {args.split or DEFAULT_SPLIT}: {' and '.join(map(repr, names))} are empty")
+    for which, (name, entry) in enumerate(zip(SPLIT_NAMES, datasets, strict=True)):
         if isinstance(entry, list):
             yield from ((f"{name}{i}", dataset) for i, dataset in enumerate(entry))
-        elif entry is not None:
+        elif entry is not None or (wanted and wanted[which]):
             yield name, entry
-
-
-def split_place(name: str) -> int:
-    """Where a split is told; valid0, valid1, ... keep their order."""
-    return next(which for which, split in enumerate(SPLIT_NAMES) if name.startswith(split))
-
-
-def empty_splits(args: argparse.Namespace, datasets: Datasets) -> list[str]:
-    """Splits that were asked for and came out without sequences. Raises DataError where that is all of them."""
-    if not (args.data_path or args.data_args_path):
-        return []
-    shares = parse_split(args.split or DEFAULT_SPLIT)
-    asked = [which for which, share in enumerate(shares) if share is not None and args.sizes[which] != 0]
-    empty = [SPLIT_NAMES[which] for which in asked if datasets[which] is None]
-    if empty and len(empty) == len(asked):
-        raise DataError(f"--split {args.split or DEFAULT_SPLIT}: {' and '.join(map(repr, empty))} are empty")
-    return empty
 
 
 def describe(
@@ -238,21 +227,21 @@ def inspect(args: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, 
         ]
     if args.seq_length is not None:
         result["splits"] = {}
-        datasets = build(args)
-        for name in empty_splits(args, datasets):
-            print(
-                f"note: split {name!r} is empty: --split {args.split or DEFAULT_SPLIT} gives it none of the sequences; "
-                "training on it needs a larger corpus, a larger weight for it, or weight 0 for no such data",
-                file=sys.stderr,
-            )
+        for name, dataset in named_splits(args, build(args)):
             result["splits"][name] = {"len": 0, "samples": []}
-        for name, dataset in named_splits(datasets):
+            if dataset is None:
+                print(
+                    f"note: split {name!r} is empty: --split {args.split or DEFAULT_SPLIT} gives it none of the "
+                    "sequences; training on it needs a larger corpus, a larger weight for it, or weight 0 for no such "
+                    "data",
+                    file=sys.stderr,
+                )
+                continue
             if not len(dataset):
                 print(f"note: split {name!r} is too short for one sample", file=sys.stderr)
             shown = range(min(args.samples, len(dataset)))
             rows = [describe(dataset, i, tokenizer, args.pad) for i in shown]
             result["splits"][name] = {"len": len(dataset), "samples": rows}
-        result["splits"] = dict(sorted(result["splits"].items(), key=lambda item: split_place(item[0])))
     return result
 
 

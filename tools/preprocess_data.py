@@ -30,7 +30,7 @@ from megatron.core.optional import MissingPackageError, available, require
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import TokenizerError
 from megatron.core.words import counted, plural, share_text, size_text, time_text
-from tools.flags import add_flags, check_bounds, script_parser
+from tools.flags import add_flags, check_bounds, script_parser, too_small
 from tools.preprocessing.job import Job, Statistics, run_job
 from tools.preprocessing.sources import FORMATS, find_sources
 from tools.tokenizer_flags import FIELDS, add_tokenizer_flags, tokenizer_config
@@ -77,8 +77,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Arguments that are wrong in themselves end the program with status 2."""
     if args.split_sentences:
         parser.error("--split-sentences is for BERT-like models and is not supported: leave it out for GPT")
-    if args.workers < 1:
-        parser.error(f"--workers {args.workers}: must be at least 1")
+    if wrong := too_small(args, {"workers": 1}):
+        parser.error(*wrong)
     check_bounds(parser, args, FIELDS)
     if len(set(args.json_keys)) != len(args.json_keys):
         parser.error(f"--json-keys: a key occurs twice in {' '.join(args.json_keys)}")

@@ -16,19 +16,24 @@ from megatron.training.config.config import Config
 from tools.tokenizer_flags import tokenizer_config
 
 WHERE = (
-    *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-    *("data_args_path", "per_split_data_args_path", "mock_data"),
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "mock_data",
 )
 HOW = (
-    *(
-        "split",
-        "mid_level_dataset_surplus",
-        "multiple_validation_sets",
-        "full_validation",
-        "seed",
-        "seq_length",
-    ),
-    *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    "split",
+    "mid_level_dataset_surplus",
+    "multiple_validation_sets",
+    "full_validation",
+    "seed",
+    "seq_length",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
 )
 
 

@@ -36,7 +36,7 @@ def ours_of(folder):
     config, load = inference.open_checkpoint(folder, None)
     ps = inference.join_ranks(inference.argparse.Namespace(device="cpu"), evaluate.LaunchEnv())
     config = config.replace(seq_length=config.model.max_position_embeddings)
-    tokenizer = evaluate.build_from_config(config.tokenizer)
+    tokenizer = inference.build_from_config(config.tokenizer)
     return HarnessModel(Scorer(inference.filled_model(config, load, ps), ps), tokenizer, 3)
 
 

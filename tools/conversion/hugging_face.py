@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import json
 import math
+import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
-from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor, StoredChunk
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.rectangles import Rectangle
-from megatron.core.safe_files import publish_text, published, read_bytes, read_json, sync_directory
+from megatron.core.safe_files import publish_text, published, read_bytes, read_json
 from megatron.core.words import size_text
 from megatron.interchange.architecture import MEANINGLESS, InterchangeError
 from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, open_folder
@@ -31,11 +28,11 @@ from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
 from megatron.training.config.saved_config import MODEL_PREFIX
 from tools.conversion.contents import config_in
-from tools.conversion.incoming import DTYPES, fingerprint, write_checkpoint
-from tools.conversion.outgoing import reading, refuse_existing, stored_name
+from tools.conversion.incoming import DTYPES, write_checkpoint
+from tools.conversion.outgoing import exported, refuse_existing, stored_name
 from tools.conversion.progress import Say
-from tools.conversion.source_reader import SourceReader, relative, view
-from tools.conversion.stream import PlannedFile, bands, in_files, planned_file, size_of, write_files
+from tools.conversion.source_reader import relative
+from tools.conversion.stream import PlannedFile, in_files, planned_file, size_of, write_files
 
 BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 GENERATION = "generation_config.json"
@@ -110,32 +107,30 @@ def export_folder(
         raise CheckpointError(f"{found.described_in}: field 'common.config.padded_vocab_size': missing")
     rows = true_rows(config, padded, stated, like)
     model_type = model_type or stated.get("model_type")
-    exported = architecture(model_type) if model_type else expressing(config.model, rows)
+    target = architecture(model_type) if model_type else expressing(config.model, rows)
     if not model_type:
         say(
-            f"model_type {exported.model_type}: the first that can express this model; --model-type says another"
+            f"model_type {target.model_type}: the first that can express this model; --model-type says another"
         )
-    json_config = exported.write(config.model, rows)
-    out = _Outgoing(found, exported.catalogue(config.model, rows, padded), dtype)
-    files = out.files(max_shard_bytes)
-    tag = fingerprint(found.manifest_sha256, exported.model_type, dtype, max_shard_bytes, rows)
-    temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
-    with reading(found, temporary) as reader:
-        write_files(temporary, files, functools.partial(out.values, reader), say, hashed=False)
-    if like is not None:
-        _copy_tokenizer(like, temporary)
-    kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
-    _publish_json(temporary / CONFIG, {**kept, **json_config, "dtype": out.dtype, "torch_dtype": out.dtype})
-    if not (temporary / GENERATION).exists():
-        ids: dict[str, Any] = {
-            key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept
-        }
-        _publish_json(temporary / GENERATION, {"_from_model_config": True, **ids})
-    if len(files) > 1:
-        _publish_json(temporary / INDEX, _index(files))
-    sync_directory(temporary)
-    os.rename(temporary, folder)
-    sync_directory(folder.parent)
+    json_config = target.write(config.model, rows)
+    tensors = _their_tensors(found, target.catalogue(config.model, rows, padded), dtype)
+    files = _files(tensors, dtype, max_shard_bytes)
+    kinds = collections.Counter(tensor.dtype for file in files for tensor in file.tensors)
+    most = kinds.most_common(1)[0][0]
+    name = next(key for key, value in DTYPES.items() if value == most)
+    with exported(found, folder, target.model_type, dtype, max_shard_bytes, rows) as (temporary, reader):
+        write_files(temporary, files, tensors, reader, say, hashed=False)
+        if like is not None:
+            _copy_tokenizer(like, temporary)
+        kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
+        _publish_json(temporary / CONFIG, {**kept, **json_config, "dtype": name, "torch_dtype": name})
+        if not (temporary / GENERATION).exists():
+            ids: dict[str, Any] = {
+                key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept
+            }
+            _publish_json(temporary / GENERATION, {"_from_model_config": True, **ids})
+        if len(files) > 1:
+            _publish_json(temporary / INDEX, _index(files))
     return folder
 
 
@@ -166,54 +161,49 @@ def _publish_json(path: Path, value: Mapping[str, Any]) -> None:
     publish_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-class _Outgoing:
-    """Their tensors, made of a checkpoint's. dtype: the name of most of them in config.json."""
+def _their_tensors(found: Found, catalogue: Catalogue, dtype: str | None) -> dict[str, ArrayTensor]:
+    """Their tensors, in the order of the table, made of what the checkpoint stores; with a dtype of main weights where
+    there are any. Raises InterchangeError."""
+    names = (name for name in found.tensors if name.startswith(MODEL_PREFIX))
+    weights = {name.removeprefix(MODEL_PREFIX): tuple(found.tensors[name].shape) for name in names}
+    if problems := catalogue.problems(ours=weights):
+        raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
+    tensors: dict[str, ArrayTensor] = {}
+    for move in catalogue.moves:
+        stored = found.tensors[stored_name(found, move.ours.name, dtype)]
+        theirs = tensors.setdefault(move.theirs.name, ArrayTensor(stored.dtype, move.theirs.shape, ()))
+        assert theirs.dtype == stored.dtype, f"{move.theirs.name}: of {theirs.dtype} and {stored.dtype}"
+        chunks = (*theirs.chunks, *filter(None, (_moved(chunk, move) for chunk in stored.chunks)))
+        tensors[move.theirs.name] = dataclasses.replace(theirs, chunks=chunks)
+    return tensors
 
-    def __init__(self, found: Found, catalogue: Catalogue, dtype: str | None) -> None:
-        names = (name for name in found.tensors if name.startswith(MODEL_PREFIX))
-        weights = {name.removeprefix(MODEL_PREFIX): tuple(found.tensors[name].shape) for name in names}
-        if problems := catalogue.problems(ours=weights):
-            raise InterchangeError(f"{found.described_in}: {'; '.join(problems[:8])}")
-        self._source_of = {name: stored_name(found, name, dtype) for name in weights}
-        self._moves: dict[str, list[Move]] = {}
-        for move in catalogue.moves:
-            self._moves.setdefault(move.theirs.name, []).append(move)
-        self._shapes = catalogue.theirs
-        self._types = {
-            theirs: DTYPES[dtype] if dtype else found.tensors[self._source_of[moves[0].ours.name]].dtype
-            for theirs, moves in self._moves.items()
-        }
-        most = collections.Counter(self._types.values()).most_common(1)[0][0]
-        self.dtype = next(key for key, value in DTYPES.items() if value == most)
 
-    def files(self, max_shard_bytes: int) -> list[PlannedFile]:
-        """In the order of the table, as transformers names and cuts them."""
-        tensors = [StoredTensor(name, self._types[name], shape) for name, shape in self._shapes.items()]
-        by_file = in_files(tensors, size_of, max_shard_bytes)
-        names = [
-            f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)
-        ]
-        if len(by_file) == 1:
-            names = [SINGLE]
-        return [planned_file(name, held, {"format": "pt"}) for name, held in zip(names, by_file, strict=True)]
+def _moved(chunk: StoredChunk, move: Move) -> ArrayChunk | None:
+    """What a stored chunk has of a move, as a rectangle of their tensor; None where it has nothing of it."""
+    ours, theirs = move.ours.box, move.theirs.box
+    common = Rectangle(chunk.offset, chunk.shape).common(ours)
+    if common is None:
+        return None
+    at, inside = relative(common, chunk.offset).offset, relative(common, ours.offset)
+    turn = -1 if move.transposed else 1
+    offset = tuple(map(operator.add, theirs.offset, inside.offset[::turn]))
+    return ArrayChunk(
+        offset, inside.shape[::turn], chunk.file, chunk.begin, chunk.stored, at, move.transposed
+    )
 
-    def values(self, reader: SourceReader, stored: StoredTensor) -> Iterator[Tensor]:
-        """One of their tensors, read now: in bands, but for transposed ones, whose rows are our columns."""
-        moves = self._moves[stored.key]
-        all_of_it = Rectangle((0,) * len(stored.shape), stored.shape)
-        for band in [all_of_it] if moves[0].transposed else bands(stored):
-            out = torch.empty(band.shape, dtype=TORCH_DTYPES[stored.dtype])
-            for move in moves:
-                common, box = move.theirs.box.common(band), move.ours.box
-                if common is None:
-                    continue
-                if not move.transposed:
-                    inside = relative(common, move.theirs.box.offset).offset
-                    offset = tuple(a + b for a, b in zip(box.offset, inside, strict=True))
-                    box = Rectangle(offset, common.shape)
-                part = reader.read(self._source_of[move.ours.name], box)
-                view(out, relative(common, band.offset)).copy_(part.t() if move.transposed else part)
-            yield out
+
+def _files(tensors: Mapping[str, ArrayTensor], dtype: str | None, max_shard_bytes: int) -> list[PlannedFile]:
+    """As transformers names and cuts them."""
+    stored = [
+        StoredTensor(name, DTYPES[dtype] if dtype else one.dtype, one.shape) for name, one in tensors.items()
+    ]
+    by_file = in_files(stored, size_of, max_shard_bytes)
+    count = len(by_file)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return [
+        planned_file(name, held, {"format": "pt"})
+        for name, held in zip(names if count > 1 else [SINGLE], by_file, strict=True)
+    ]
 
 
 def _origin(found: Found, config: Config) -> Path | None:

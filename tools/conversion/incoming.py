@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron import __version__
 from megatron.core.dist_checkpointing import commit
@@ -33,8 +32,7 @@ from megatron.core.dist_checkpointing.manifest import (
     canonical,
     config_digest,
 )
-from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES, PieceFacts
-from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.dist_checkpointing.pieces import PieceFacts
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.dist_checkpointing.storage import describe_tensors, shard_name
 from megatron.core.safe_files import publish_text
@@ -42,7 +40,7 @@ from megatron.core.transport.rank_grid import AXES
 from megatron.training.config.saved_config import MODEL_PREFIX, model_config
 from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import bands, in_files, planned_file, size_of, write_files
+from tools.conversion.stream import in_files, planned_file, size_of, write_files
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 NO_STATE: Mapping[str, Any] = MappingProxyType({"iteration": 0, "consumed_train_samples": 0})
@@ -75,7 +73,7 @@ def write_checkpoint(
         PieceFacts(name, stored[name], entry.shape, (0,) * len(entry.shape), entry.shape)
         for name, entry in source.tensors.items()
     ]
-    name_of = {piece.stored.key: piece.name for piece in pieces}
+    by_key = {piece.stored.key: source.tensors[piece.name] for piece in pieces}
     plans = in_files(pieces, lambda piece: size_of(piece.stored), max_shard_bytes)
     planned = [
         planned_file(shard_name(number), sorted((piece.stored for piece in plan), key=lambda one: one.rank))
@@ -84,12 +82,7 @@ def write_checkpoint(
     temporary = save / directory_name(state["iteration"], CheckpointKind.TEMPORARY, mark)
     verify_files(source)
     with SourceReader(source) as reader:
-
-        def values(tensor: StoredTensor) -> Iterator[Tensor]:
-            for band in bands(tensor):
-                yield reader.read(name_of[tensor.key], band).to(TORCH_DTYPES[tensor.dtype])
-
-        entries = write_files(temporary, planned, values, say)
+        entries = write_files(temporary, planned, by_key, reader, say)
     with removed_if_refused(temporary):
         verify_files(source)
     weights = {kind for name, kind in stored.items() if name.startswith(MODEL_PREFIX)}

@@ -8,12 +8,14 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.safe_files import sync_directory
 from megatron.training.config.saved_config import MODEL_PREFIX
-from tools.conversion.incoming import removed_if_refused, verify_files
+from tools.conversion.incoming import fingerprint, removed_if_refused, verify_files
 from tools.conversion.source_reader import SourceReader
 
 MAIN = "optimizer.main_weight."
@@ -26,14 +28,22 @@ def refuse_existing(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def reading(found: Found, temporary: Path) -> Iterator[SourceReader]:
-    """Its tensors; files are verified meanwhile. temporary: what is made of them, removed where they turn out to be
-    wrong. Raises CheckpointError, also where the checkpoint is removed or replaced before the end."""
+def exported(found: Found, folder: Path, *facts: Any) -> Iterator[tuple[Path, SourceReader]]:
+    """Where the result is made, which becomes `folder` at the end by one rename, and the checkpoint's tensors, whose
+    files are verified meanwhile. facts: what the result depends on besides; a killed call goes on where it was.
+
+    Raises CheckpointError, also where the checkpoint is removed or replaced before the end.
+    """
+    tag = fingerprint(found.manifest_sha256, *facts)
+    temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
     with _still_there(found, temporary), SourceReader(found) as reader, ThreadPoolExecutor(1) as beside:
         verified = beside.submit(verify_files, found)
-        yield reader
+        yield temporary, reader
         with removed_if_refused(temporary):
             verified.result()
+    sync_directory(temporary)
+    os.rename(temporary, folder)
+    sync_directory(folder.parent)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.files import open_regular
 from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
-from megatron.core.dist_checkpointing.source import TensorSource
+from megatron.core.dist_checkpointing.source import SourceTensor, TensorSource
 from megatron.core.dist_checkpointing.storage import ChunkReader
 from megatron.core.rectangles import Rectangle
 
@@ -27,9 +27,10 @@ class SourceReader(contextlib.ExitStack):
         self.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
 
-    def read(self, name: str, box: Rectangle | None = None) -> Tensor:
-        """A tensor, or a rectangle of it, in the dtype in which it is stored. Raises CheckpointError."""
-        entry = self.source.tensors[name]
+    def read(self, tensor: str | SourceTensor, box: Rectangle | None = None) -> Tensor:
+        """A tensor, or a rectangle of it, in the dtype in which it is stored. tensor: its name, or what else is made of
+        values in the source's files. Raises CheckpointError."""
+        entry = self.source.tensors[tensor] if isinstance(tensor, str) else tensor
         box = box or Rectangle((0,) * len(entry.shape), entry.shape)
         dtype = TORCH_DTYPES[entry.dtype]
         out: Tensor | None = None

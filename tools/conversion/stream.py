@@ -7,15 +7,12 @@ written again. So finished files are never written twice, and the folder they ar
 from __future__ import annotations
 
 import errno
-import itertools
 import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-
-from torch import Tensor
 
 from megatron.core.dist_checkpointing.files import (
     BLOCK_BYTES,
@@ -27,12 +24,15 @@ from megatron.core.dist_checkpointing.files import (
     write_file,
 )
 from megatron.core.dist_checkpointing.manifest import FileEntry
+from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, StoredTensor, build_header
+from megatron.core.dist_checkpointing.source import SourceTensor
 from megatron.core.dist_checkpointing.storage import memory_of
 from megatron.core.rectangles import Rectangle
 from megatron.core.safe_files import sync_directory
 from megatron.core.words import size_text
 from tools.conversion.progress import Say, WriteProgress
+from tools.conversion.source_reader import SourceReader
 
 Item = TypeVar("Item")
 
@@ -45,10 +45,6 @@ class PlannedFile(NamedTuple):
     tensors: tuple[StoredTensor, ...]
     begins: tuple[int, ...]
     num_bytes: int
-
-
-# A tensor's values, in its dtype and in bands of rows from the first on, each made when it is its turn.
-Values = Callable[[StoredTensor], Iterable[Tensor]]
 
 
 def bands(tensor: StoredTensor) -> Iterator[Rectangle]:
@@ -113,12 +109,14 @@ def write_missing(
 def write_files(
     directory: Path,
     files: Sequence[PlannedFile],
-    values: Values,
+    tensors: Mapping[str, SourceTensor],
+    reader: SourceReader,
     say: Say,
     *,
     hashed: bool = True,
 ) -> dict[str, FileEntry]:
-    """Write what is not there yet. hashed: whether SHA-256 of files is wanted.
+    """Write what is not there yet. tensors: what is read, by the keys in the files. hashed: whether SHA-256 of files is
+    wanted.
 
     Raises CheckpointError, before anything is made where there is no space for it.
     """
@@ -127,7 +125,8 @@ def write_files(
 
     def write(name: str, progress: WriteProgress) -> None:
         file, path = planned[name], directory / name
-        entries[name] = FileEntry(file.num_bytes, _write(path, file, values, progress, hashed))
+        digest = _write(path, file, tensors, reader, progress, hashed)
+        entries[name] = FileEntry(file.num_bytes, digest)
 
     for name in planned.keys() - finished:  # what a killed call has left half written
         _part(directory / name).unlink(missing_ok=True)
@@ -168,7 +167,8 @@ def _part(path: Path) -> Path:
 def _write(
     path: Path,
     file: PlannedFile,
-    values: Values,
+    tensors: Mapping[str, SourceTensor],
+    reader: SourceReader,
     progress: WriteProgress,
     hashed: bool,
 ) -> str:
@@ -176,10 +176,12 @@ def _write(
 
     def parts() -> Iterator[bytes | memoryview]:
         yield file.header
-        for band in itertools.chain.from_iterable(map(values, file.tensors)):
-            memory = memory_of(band.contiguous().reshape(-1))
-            yield memory
-            progress.add(len(memory))
+        for stored in file.tensors:
+            for band in bands(stored):  # read when it is its turn
+                values = reader.read(tensors[stored.key], band).to(TORCH_DTYPES[stored.dtype])
+                memory = memory_of(values.contiguous().reshape(-1))
+                yield memory
+                progress.add(len(memory))
 
     try:
         num_bytes, digest = write_file(_part(path), parts(), hashed=hashed)

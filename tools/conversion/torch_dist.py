@@ -13,7 +13,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,8 +44,8 @@ from megatron.interchange.megatron_state import LEFT_OUT, SCHEDULE
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.saved_config import MODEL_PREFIX, OPTIMIZER_PREFIX
 from tools.conversion.contents import config_in
-from tools.conversion.incoming import DTYPES, fingerprint
-from tools.conversion.outgoing import MAIN, reading, refuse_existing, stored_name
+from tools.conversion.incoming import DTYPES
+from tools.conversion.outgoing import MAIN, exported, refuse_existing, stored_name
 from tools.conversion.progress import Say, WriteProgress
 from tools.conversion.source_reader import SourceReader
 from tools.conversion.stream import in_files, write_missing
@@ -101,25 +100,22 @@ def export_folder(
     _refuse_unknown(found, config, optimizer)
     pieces = list(_pieces(found, config.model.num_layers, optimizer, dtype))
     common = _common(found, config, optimizer, {piece.dtype for piece in pieces if piece.source})
-    tag = fingerprint(found.manifest_sha256, dtype, optimizer, max_shard_bytes)
-    temporary = folder.with_name(f".{folder.name}.{tag}.tmp")
-    directory = temporary / directory_name(found.iteration)
     parts = in_files(pieces, lambda piece: piece.num_bytes, max_shard_bytes)
-    with reading(found, temporary) as reader:
+    name = directory_name(found.iteration)
+    with exported(found, folder, dtype, optimizer, max_shard_bytes) as (temporary, reader):
+        directory = temporary / name
         places = _write_parts(directory, parts, reader, say)
-    _write_metadata(directory, pieces, places)
-    buffer = io.BytesIO()
-    save_archive(common, buffer)
-    (directory / COMMON).unlink(missing_ok=True)
-    write_file(directory / COMMON, [buffer.getbuffer()], hashed=False)
-    publish_text(directory / "metadata.json", json.dumps(_BACKEND))
-    for file in {place.file for place in places}:
-        _list_of(directory, file).unlink(missing_ok=True)
-    sync_directory(directory)
-    publish_text(temporary / TRACKER_NAME, str(found.iteration))
-    os.rename(temporary, folder)
-    sync_directory(folder.parent)
-    return folder / directory.name
+        _write_metadata(directory, pieces, places)
+        buffer = io.BytesIO()
+        save_archive(common, buffer)
+        (directory / COMMON).unlink(missing_ok=True)
+        write_file(directory / COMMON, [buffer.getbuffer()], hashed=False)
+        publish_text(directory / "metadata.json", json.dumps(_BACKEND))
+        for file in {place.file for place in places}:
+            _list_of(directory, file).unlink(missing_ok=True)
+        sync_directory(directory)
+        publish_text(temporary / TRACKER_NAME, str(found.iteration))
+    return folder / name
 
 
 def _refuse_unknown(found: Found, config: Config, optimizer: bool) -> None:

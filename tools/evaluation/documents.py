@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,10 +18,11 @@ MAX_TEXT_BYTES = 1 << 32  # of a file that is one document
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """ids: its tokens. num_bytes: of its text in UTF-8, counted when it is asked for; None where they are not known.
-    where: for messages."""
+    """size: its characters, or tokens of a corpus. ids: makes its tokens. num_bytes: counts those of its text in UTF-8;
+    None where they are not known. where: for messages."""
 
-    ids: Sequence[int]
+    size: int
+    ids: Callable[[], Sequence[int]]
     num_bytes: Callable[[], int | None]
     where: str
 
@@ -34,14 +37,17 @@ class TextWindow(NamedTuple):
 def of_texts(files: Sequence[str], tokenizer: Tokenizer, first: Sequence[int] = ()) -> Iterator[Document]:
     """Of a .jsonl file a document a line, in its field "text"; of any other file one. first: ids before each, which
     no tokenizer has put there already. Raises ValueError."""
-    for file in files:
-        for where, text in _texts(file):
-            try:
-                ids = tokenizer.tokenize(text)
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-            ids = ids if list(first) == ids[: len(first)] else [*first, *ids]
-            yield Document(ids, lambda text=text: len(text.encode()), where)  # type: ignore[misc]
+
+    def tokenized(where: str, text: str) -> list[int]:
+        try:
+            ids = tokenizer.tokenize(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return ids if list(first) == ids[: len(first)] else [*first, *ids]
+
+    for where, text in itertools.chain.from_iterable(map(_texts, files)):
+        ids = functools.partial(tokenized, where, text)
+        yield Document(len(text), ids, lambda text=text: len(text.encode()), where)  # type: ignore[misc]
 
 
 def _texts(file: str) -> Iterator[tuple[str, str]]:
@@ -69,29 +75,31 @@ def of_corpora(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> Iterator
             first, starts = corpus.index.boundaries, corpus.index.starts
             for number in range(corpus.num_documents):
                 begin, end = int(starts[first[number]]), int(starts[first[number + 1]])
-                ids = corpus.read_tokens(begin, end - begin).tolist()
-                yield Document(ids, _bytes_of(ids, tokenizer), f"{prefix}: document {number}")
+                ids = functools.partial(_tokens, corpus, begin, end - begin)
+                count = functools.partial(_bytes_of, ids, tokenizer)
+                yield Document(end - begin, ids, count, f"{prefix}: document {number}")
 
 
-def _bytes_of(ids: list[int], tokenizer: Tokenizer | None) -> Callable[[], int | None]:
+def _tokens(corpus: IndexedDataset, begin: int, count: int) -> list[int]:
+    ids: list[int] = corpus.read_tokens(begin, count).tolist()
+    return ids
+
+
+def _bytes_of(ids: Callable[[], list[int]], tokenizer: Tokenizer | None) -> int | None:
     """Of the text that these ids are exactly the tokens of, between a begin and an end of it."""
-
-    def count() -> int | None:
-        if tokenizer is None or isinstance(tokenizer, NullTokenizer):
-            return None
-        own = ids[1:] if ids[:1] == [tokenizer.bos] else ids
-        own = own[:-1] if own[-1:] == [tokenizer.eod] else own
-        if not tokenizer.special_ids.isdisjoint(own) or max(own, default=0) >= tokenizer.vocab_size:
-            return None
-        text = tokenizer.detokenize(own)
-        return len(text.encode()) if tokenizer.tokenize(text) in (own, [tokenizer.bos, *own]) else None
-
-    return count
+    if tokenizer is None or isinstance(tokenizer, NullTokenizer):
+        return None
+    own = ids()
+    own = own[1:] if own[:1] == [tokenizer.bos] else own
+    own = own[:-1] if own[-1:] == [tokenizer.eod] else own
+    if not tokenizer.special_ids.isdisjoint(own) or max(own, default=0) >= tokenizer.vocab_size:
+        return None
+    text = tokenizer.detokenize(own)
+    return len(text.encode()) if tokenizer.tokenize(text) in (own, [tokenizer.bos, *own]) else None
 
 
-def windows(document: Document, length: int) -> Iterator[TextWindow]:
+def windows(ids: Sequence[int], length: int) -> Iterator[TextWindow]:
     """Windows of `length` inputs, the last of what is left. Each token but the first is a target once."""
-    ids = document.ids
     for begin in range(0, len(ids) - 1, length):
         end = min(begin + length, len(ids) - 1)
         yield TextWindow(ids[begin:end], ids[begin + 1 : end + 1])

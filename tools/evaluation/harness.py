@@ -14,11 +14,6 @@ from megatron.core.words import counted
 from tools.evaluation.scorer import Scorer
 
 
-def require_harness() -> None:
-    """Raises MissingPackageError with the pip line."""
-    require("lm_eval", "eval")
-
-
 def run_tasks(args: argparse.Namespace, scorer: Scorer, tokenizer: Tokenizer) -> None:
     """Prints the harness's table of `--tasks`, and with `--json` its results. Every rank asks the same questions.
 

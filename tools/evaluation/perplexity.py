@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron.core.dist_checkpointing.agree import gather_json
+from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import brief, counted
 from tools.evaluation.documents import Document, TextWindow, batches, windows
 from tools.evaluation.scorer import Scorer
+from tools.inference import alike
 
+LONG = 1 << 20  # a document of more characters is shared out by windows
 _EVERY_S = 5.0  # between two lines on progress
 
 
@@ -40,65 +44,74 @@ class Predicted(NamedTuple):
         return {"tokens": self.tokens, **finite}
 
 
-class _Reader:
-    """Counts what passes: documents, and bytes of those that are this rank's to count."""
+class _Share:
+    """This rank's part of what is to be predicted, and counts of what has passed.
 
-    def __init__(self, documents: Iterable[Document], vocab_size: int, rank: int, ranks: int) -> None:
-        self._documents, self._vocab_size, self._rank, self._ranks = documents, vocab_size, rank, ranks
+    A document is one replica's, in turns, so that no other tokenizes it; of a long one each replica takes windows in
+    turns. bytes: of documents, which ranks of the world count in turns.
+    """
+
+    def __init__(self, documents: Iterable[Document], vocab_size: int, ps: ParallelState) -> None:
+        self._documents, self._vocab_size, self._ps = documents, vocab_size, ps
         self.documents, self.bytes, self.known = 0, 0, True
 
     def windows(self, length: int) -> Iterator[TextWindow]:
-        for document in self._documents:
-            if (
-                len(document.ids)
-                and not 0 <= int(min(document.ids)) <= int(max(document.ids)) < self._vocab_size
-            ):
-                raise ValueError(
-                    f"{document.where}: has ids from {min(document.ids)} to {max(document.ids)}, the model "
-                    f"{self._vocab_size} ids: was it made with another tokenizer?"
-                )
-            if self.documents % self._ranks == self._rank:
+        ps = self._ps
+        for number, document in enumerate(self._documents):
+            self.documents += 1
+            if number % ps.world_size == ps.rank:
                 num_bytes = document.num_bytes()
                 self.known, self.bytes = self.known and num_bytes is not None, self.bytes + (num_bytes or 0)
-            self.documents += 1
-            yield from windows(document, length)
+            if document.size > LONG:
+                yield from itertools.islice(
+                    windows(self._ids(document), length), ps.dp_rank, None, ps.dp_size
+                )
+            elif number % ps.dp_size == ps.dp_rank:
+                yield from windows(self._ids(document), length)
+
+    def _ids(self, document: Document) -> Sequence[int]:
+        ids = document.ids()
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            raise ValueError(
+                f"{document.where}: has ids from {min(ids)} to {max(ids)}, the model {self._vocab_size} ids: was it "
+                "made with another tokenizer?"
+            )
+        return ids
 
 
 def predict(
     scorer: Scorer, documents: Iterable[Document], *, length: int, batch_size: int, show: bool = False
 ) -> Predicted:
-    """Evaluate all documents, whose windows data parallel ranks share out by batches.
+    """Evaluate all documents, which data parallel ranks share.
 
-    length: inputs of a window. show: lines on progress on standard error. Every rank reads all documents. Communicates
-    over the world. Raises ValueError for ids that the model does not have, and what the documents raise.
+    length: inputs of a window. show: lines on progress on standard error. Communicates over the world. Raises
+    ValueError for ids that the model does not have, and what the documents raise, on all ranks alike.
     """
     ps, model = scorer.ps, scorer.model
-    reader = _Reader(documents, model.vocab_size, ps.rank, ps.world_size)
+    share = _Share(documents, model.vocab_size, ps)
     nats = torch.zeros((), dtype=torch.float64, device=ps.device.torch_device)
-    tokens, seen, began = 0, 0, time.monotonic()
+    tokens, began = 0, time.monotonic()
     next_line = began + _EVERY_S
-    for number, batch in enumerate(batches(reader.windows(length), batch_size)):
-        here = sum(len(window.inputs) for window in batch)
-        seen += here
-        if number % ps.dp_size != ps.dp_rank:
-            continue
-        inputs = [window.inputs for window in batch]
-        losses = scorer.forward(scorer.rows(inputs), scorer.rows([window.targets for window in batch]))
-        if losses is not None:
-            nats += losses.double().masked_fill_(~scorer.counted(inputs), 0.0).sum()
-        tokens += here
-        if show and (now := time.monotonic()) >= next_line:
-            speed = f"{brief(seen / (now - began))} tokens/s"
-            print(f"{seen:,} tokens of {counted(reader.documents, 'document')}, {speed}", file=sys.stderr)
-            next_line = now + _EVERY_S
+    with alike(ps):
+        for batch in batches(share.windows(length), batch_size):
+            inputs = [window.inputs for window in batch]
+            losses = scorer.forward(scorer.rows(inputs), scorer.rows([window.targets for window in batch]))
+            if losses is not None:
+                nats += losses.double().masked_fill_(~scorer.counted(inputs), 0.0).sum()
+            tokens += sum(map(len, inputs))
+            if show and (now := time.monotonic()) >= next_line:
+                speed = f"{brief(tokens / (now - began))} tokens/s"
+                of_how_many = f" of each of {ps.dp_size} replicas" if ps.dp_size > 1 else ""
+                print(f"{counted(share.documents, 'document')}, {speed}{of_how_many}", file=sys.stderr)
+                next_line = now + _EVERY_S
     scorer.finish()
     answers = model.post_process and ps.tp_rank == 0
-    mine = [tokens, float(nats), reader.bytes, reader.known, answers]  # sync: the result
+    mine = [tokens, float(nats), share.bytes, share.known, answers]  # sync: the result
     every = gather_json(mine, ps)
     shares = [one for one in every if one[4]]
     known = all(one[3] for one in every)
     return Predicted(
-        reader.documents,
+        share.documents,
         sum(one[0] for one in shares),
         math.fsum(one[1] for one in shares),
         sum(one[2] for one in every) if known else None,

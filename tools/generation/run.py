@@ -11,17 +11,15 @@ import torch
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.models.gpt.generate import Completion, Sampling, generate, too_long
 from megatron.core.models.gpt.gpt import GPTModel
-from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.text_continuation import TextContinuation
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport.parallel_state import ParallelState, destroy_process_group
-from megatron.core.words import counted, size_text
+from megatron.core.words import counted
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from tools.generation.prompts import Prompt, read_prompts
 from tools.generation.writer import Writer, Written
-from tools.inference import bytes_left, filled_model, join_and_open
-from tools.tokenizer_flags import tokenizer_config
+from tools.inference import alike, check_memory, filled_model, join_and_open, model_tokenizer
 
 
 def run(args: argparse.Namespace, env: LaunchEnv, problems: list[str]) -> None:
@@ -42,13 +40,16 @@ def run(args: argparse.Namespace, env: LaunchEnv, problems: list[str]) -> None:
     prompts = [Prompt(*one) for one in prompts]
     if args.fp32:
         config = config.replace(bf16=False, fp16=False)
-    tokenizer = build_from_config(tokenizer_config(args, config.tokenizer))
-    ids, unfit = tokenized(prompts, tokenizer, config, args.max_new_tokens)
-    lengths = sorted(map(len, ids))
-    too_large = size_problems(args, config, tokenizer.vocab_size, lengths, ps, env.local_world_size)
-    if found := next(filter(None, gather_json([*wrong, *unfit, *too_large], ps)), None):
-        raise ValueError("\n".join(found))
-    positions, asked = config.model.max_position_embeddings, lengths[-1] + args.max_new_tokens
+    with alike(ps):
+        tokenizer = model_tokenizer(args, config)
+        ids, unfit = tokenized(prompts, tokenizer, config, args.max_new_tokens)
+        if wrong or unfit:
+            raise ValueError("\n".join([*wrong, *unfit]))
+        positions, asked = config.model.max_position_embeddings, max(map(len, ids)) + args.max_new_tokens
+        rows = min(len(ids), args.batch_size * ps.pp_size)
+        what = f"--max-new-tokens {args.max_new_tokens}: keys and values of {counted(rows, 'prompt')}"
+        remedy = f"lower it, or --batch-size {args.batch_size}"
+        check_memory(rows * asked * bytes_a_token(config, ps), what, remedy, ps, env)
     if asked > positions and env.rank == 0:  # of rotary ones, or of none
         print(
             f"note: {asked} tokens go beyond the {positions} positions that the model was made for "
@@ -128,30 +129,9 @@ def tokenized(
     return found, problems
 
 
-def size_problems(
-    args: argparse.Namespace,
-    config: Config,
-    vocab_size: int,
-    lengths: Sequence[int],
-    ps: ParallelState,
-    here: int,
-) -> list[str]:
-    """A tokenizer that is not the model's; caches that there is no memory for. here: ranks of this machine."""
-    model, found = config.model, []
-    if vocab_size > (model.padded_vocab_size or 0):
-        found.append(
-            f"the tokenizer has {vocab_size} ids, the model {model.padded_vocab_size}: were the tokenizer's files "
-            "changed?"
-        )
-    rows = min(len(lengths), args.batch_size * ps.pp_size)
+def bytes_a_token(config: Config, ps: ParallelState) -> int:
+    """That this rank keeps: keys and values of its heads in its layers."""
+    model = config.model
     layers, groups = -(-model.num_layers // ps.pp_size), max(model.num_query_groups // ps.tp_size, 1)
-    tokens = rows * (max(lengths, default=0) + args.max_new_tokens)
-    itemsize = getattr(torch, config.params_dtype).itemsize
-    needed = tokens * 2 * layers * groups * model.kv_channels * itemsize  # keys and values
-    available = bytes_left(ps, here)
-    if available is not None and needed > available:
-        found.append(
-            f"--max-new-tokens {args.max_new_tokens}: keys and values of {counted(rows, 'prompt')} take "
-            f"{size_text(needed)}, {size_text(available)} are left: lower it, or --batch-size {args.batch_size}"
-        )
-    return found
+    itemsize: int = getattr(torch, config.params_dtype).itemsize
+    return 2 * layers * groups * model.kv_channels * itemsize

@@ -13,9 +13,10 @@ import torch
 from tests.harness import launch
 from tests.harness.hugging_face import saved_toy
 from tools.checkpoint import main
-from tools.conversion import hugging_face, progress, stream
+from tools.conversion import progress, stream
 from tools.conversion.compare import differences, open_source
 from tools.conversion.progress import WriteProgress
+from tools.conversion.source_reader import SourceReader
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(folders, tmp_path, monkeypa
 def test_a_checkpoint_that_goes_while_it_is_exported(by, folders, tmp_path, monkeypatch, capsys):
     ours, calls = tmp_path / "ours", []
     shutil.copytree(folders / "ours", ours)
-    real = hugging_face.SourceReader.read
+    real = SourceReader.read
 
     def read(reader, *args):
         calls.append(args)
@@ -151,7 +152,7 @@ def test_a_checkpoint_that_goes_while_it_is_exported(by, folders, tmp_path, monk
             edited.write_text(json.dumps(json.loads(edited.read_text()) | {"code_version": "2"}))
         return real(reader, *args)
 
-    monkeypatch.setattr(hugging_face.SourceReader, "read", read)
+    monkeypatch.setattr(SourceReader, "read", read)
     assert main(["export", "--load", str(ours), "--hf", str(tmp_path / "back")]) == 3
     error = capsys.readouterr().err
     assert error.count("removed or replaced while it was read, as a run does that goes on") == 1
@@ -215,7 +216,7 @@ def test_fp32_comes_from_main_weights(tmp_path):
     main_names = {name for name in run.tensors if name.startswith("optimizer.main_weight.")}
     assert main_names
     exported = {dtype: open_source(tmp_path / dtype) for dtype in ("float32", "bfloat16")}
-    with hugging_face.SourceReader(run) as ours, hugging_face.SourceReader(exported["float32"]) as theirs:
+    with SourceReader(run) as ours, SourceReader(exported["float32"]) as theirs:
         differing = 0
         for name in main_names:
             weight = "model." + name.removeprefix("optimizer.main_weight.")

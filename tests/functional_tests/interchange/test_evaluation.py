@@ -16,6 +16,7 @@ from tests.harness import launch
 from tests.harness.hugging_face import save_character_tokenizer, saved_toy
 from tests.harness.ranks import run_ranks
 from tools import checkpoint, evaluate, inference
+from tools.evaluation import perplexity
 from tools.evaluation.documents import of_texts
 from tools.evaluation.perplexity import predict
 from tools.evaluation.scorer import Scorer
@@ -121,6 +122,42 @@ def test_every_layout_has_the_same_figures(model):
     assert all(rank == ranks[0] for rank in ranks)
     for figures in ranks[0]:
         assert_theirs(figures, model, model.losses, "".join(TEXTS))
+
+
+def tokenized(ctx, ours, text, tokenizer):
+    """What this of two data parallel ranks tokenizes, with each document alone and shared out by windows; the figures;
+    and what is raised where one rank cannot tokenize."""
+    torch.set_num_threads(1)
+    config, load = inference.open_checkpoint(str(ours), None)
+    ps = ctx.make_ps(dp=2)
+    scorer = Scorer(inference.filled_model(config.replace(seq_length=LENGTH), load, ps), ps)
+    real, found = tokenizer.tokenize, []
+
+    def tokenize(text):
+        if text == unfit:
+            raise ValueError("cannot be tokenized")
+        seen.append(text)
+        return real(text)
+
+    tokenizer.tokenize = tokenize
+    for long, bad in ((99, None), (9, None), (99, TEXTS[3])):
+        perplexity.LONG, unfit, seen = long, bad, []
+        try:
+            documents = of_texts([str(text)], tokenizer)
+            found.append([seen, predict(scorer, documents, length=LENGTH, batch_size=2).figures()])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_rank_tokenizes_its_share_alone(model):
+    first, second = run_ranks(tokenized, 2, model.ours, model.folder / "t.jsonl", model.tokenizer)
+    assert [rank[0][0] for rank in (first, second)] == [TEXTS[0::2], TEXTS[1::2]]
+    assert [rank[1][0] for rank in (first, second)] == [TEXTS[0::2], [TEXTS[0], *TEXTS[1::2]]]
+    for rank in (first, second):
+        for _, figures in rank[:2]:
+            assert_theirs(figures, model, model.losses, "".join(TEXTS))
+        assert rank[2] == f"{model.folder / 't.jsonl'}:7: cannot be tokenized", "by the second rank alone"
 
 
 def test_a_launch_prints_one_object(model):
