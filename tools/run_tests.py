@@ -23,19 +23,21 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 AT_ONCE = len(os.sched_getaffinity(0)) + 1  # tests wait for other ranks, for files and for time to pass
 # The longest first, so that the last ones end together; then each folder of what these do not name. A file is in the
-# first part that names it.
+# first part that names it. What imports transformers, which takes 4 s, is one part.
 LONGEST = (
     "functional_tests/test_[m-p]*.py",
-    "functional_tests/test_[q-z]*.py",
-    "functional_tests/test_*.py",
-    "functional_tests/what_is_seen",
-    "functional_tests/doors_again",
     "functional_tests/front_door",
+    "functional_tests/doors_again",
+    "**/interchange parity/*hugging*.py",
+    "parity/test_[p-z]*.py",
+    "functional_tests/test_[q-z]*.py",
+    "unit_tests/training",
+    "unit_tests/docs",
+    "functional_tests/what_is_seen",
+    "functional_tests/test_*.py",
+    "parity/test_[a-o]*.py",
     "unit_tests/core/pipeline_parallel/plan/test_joint*.py",
     "unit_tests/core/pipeline_parallel/plan/test_*.py",
-    "parity/test_[a-o]*.py",
-    "parity",
-    "unit_tests/training",
     "unit_tests/core/distributed/custom_fsdp",
     "unit_tests/core/pipeline_parallel/plan",
     "unit_tests/core/pipeline_parallel",
@@ -67,9 +69,10 @@ def parts(tests: Path = TESTS) -> dict[str, list[Path]]:
     """Test files of each part: every one is in exactly one of them."""
     left = dict.fromkeys(files_of(tests))
     made = {}
-    for pattern in LONGEST:
-        named = [file for path in sorted(tests.glob(pattern)) for file in files_of(path) if file in left]
-        made[pattern] = named
+    for patterns in LONGEST:
+        paths = [path for pattern in patterns.split() for path in sorted(tests.glob(pattern))]
+        named = [file for path in paths for file in files_of(path) if file in left]
+        made[patterns] = named
         left = {file: None for file in left if file not in set(named)}
     for file in left:
         made.setdefault(str(file.parent.relative_to(tests)), []).append(file)

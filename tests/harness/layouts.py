@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -122,6 +123,19 @@ def session_of(config: Config, ps: ParallelState) -> Any:
     return SimpleNamespace(config=config, ps=ps, timers=Timers(0), watchdog=NoWatchdog())
 
 
+def plan_ahead(layout: Layout, words: Sequence[str], *, global_batch: int = 8) -> None:
+    """Choose and plan in this process what runs of these flags plan: ranks forked from it have that already."""
+    config = _config(layout.world_size, layout, tuple(words), global_batch)
+    plan_for(config.schedule_spec, config.last_num_microbatches, PlanPurpose.TRAIN)
+
+
+@functools.cache
+def _config(world_size: int, layout: Layout, words: tuple[str, ...], global_batch: int) -> Config:
+    """The same on all ranks."""
+    flags = [*MODEL, "--global-batch-size", str(global_batch), *words, *layout.flags]
+    return parse_config(flags, env=LaunchEnv(world_size=world_size))
+
+
 class Run:
     """The trainer's engine on this rank, with `layout` over all ranks of `ctx`.
 
@@ -138,8 +152,7 @@ class Run:
         global_batch: int = 8,
         masked: bool = False,
     ) -> None:
-        flags = [*MODEL, "--global-batch-size", str(global_batch), *words, *layout.flags]
-        self.config = parse_config(flags, env=LaunchEnv(world_size=ctx.world_size, rank=ctx.rank))
+        self.config = _config(ctx.world_size, layout, tuple(words), global_batch)
         instances = self.config.ddp.num_distributed_optimizer_instances
         self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, instances)
         self.spec = self.config.schedule_spec

@@ -21,6 +21,7 @@ from tests.harness.layouts import (
     Layout,
     assembled,
     microbatch,
+    plan_ahead,
     reference_config,
     train,
 )
@@ -151,6 +152,8 @@ def compare(case, clip, results):
 
 def check(cases):
     clips = [clip_of(case) for case in cases]
+    for case, clip in zip(cases, clips, strict=True):
+        plan_ahead(layout_of(case, clip), words_of(case), global_batch=microbatches_of(case) * case.dp)
     by_rank = run_ranks(run_cases, WORLD_SIZE, cases, clips, timeout=900)
     wrong = []
     for number, (case, clip) in enumerate(zip(cases, clips, strict=True)):

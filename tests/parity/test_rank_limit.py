@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.pipeline_parallel.plan.ir import BW, B, W
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
-from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, Run, assembled, train_run
+from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, Run, assembled, plan_ahead, train_run
 from tests.harness.ranks import run_ranks
 from tests.parity.test_one_plan import STEPS, UNTIED, plain_run
 
@@ -31,15 +31,18 @@ CASES = [
 ]
 
 
+def layout_of(schedule, chunks, limit):
+    limited = ("--rank-memory-limit", str(limit), "--dp-bandwidth-gb-per-s", "0.02")
+    return Layout(
+        pp=2, dp=2, schedule=schedule, chunks=chunks, more=(*FSDP, *limited, "--clip-grad", str(CLIP))
+    )
+
+
 def run_cases(ctx, cases):
     torch.set_num_threads(1)
     found = []
-    for schedule, chunks, limit in cases:
-        limited = ("--rank-memory-limit", str(limit), "--dp-bandwidth-gb-per-s", "0.02")
-        layout = Layout(
-            pp=2, dp=2, schedule=schedule, chunks=chunks, more=(*FSDP, *limited, "--clip-grad", str(CLIP))
-        )
-        run = Run(ctx, layout, WORDS, global_batch=GLOBAL_BATCH)
+    for case in cases:
+        run = Run(ctx, layout_of(*case), WORDS, global_batch=GLOBAL_BATCH)
         one = train_run(run, STEPS)
         row = plan_for(run.runner.spec, run.num_microbatches, PlanPurpose.TRAIN).rows[run.ps.pp_rank]
         kinds = frozenset(op[0] for op in row if op[0] in (B, BW, W))
@@ -50,6 +53,8 @@ def run_cases(ctx, cases):
 
 def check(cases):
     losses, norms, weights = plain_run(WORDS, GLOBAL_BATCH, CLIP)
+    for case in cases:
+        plan_ahead(layout_of(*case), WORDS, global_batch=GLOBAL_BATCH)
     by_rank = run_ranks(run_cases, 4, cases, timeout=600)
     for number, case in enumerate(cases):
         results = [rank[number] for rank in by_rank]

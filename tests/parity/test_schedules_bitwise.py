@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
-from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, assembled, train
+from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, assembled, plan_ahead, train
 from tests.harness.ranks import run_ranks
 
 MODELS = {
@@ -113,6 +113,8 @@ def check(cases, sizes):
     for pp, size in sizes.items():
         mine = [(schedule, model) for schedule, model in cases if schedule[0] == pp]
         layouts = [(layout_of(schedule, size), MODELS[model]) for schedule, model in mine]
+        for layout, words in layouts:
+            plan_ahead(layout, [*words_of(size), *words], global_batch=size.microbatches)
         by_rank = run_ranks(run_cases, pp, layouts, size, timeout=240)
         for number, (schedule, model) in enumerate(mine):
             try:

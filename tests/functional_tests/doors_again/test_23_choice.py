@@ -1,6 +1,7 @@
 """23: under one limit a schedule gets the same search beside others as alone, and begins with what fits."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ GB, SHARDED = 1e9, ("optim_grads_params",)
 FEW = Setting("70B", 4, 4, 4, 5)  # S1 with few microbatches, whose V does not fit with all the room there is
 
 
+@functools.cache
 def candidates(setting, limit, schedule):
     """Of one schedule, or of all: {schedule}."""
     staged = setting.staged
@@ -60,6 +62,7 @@ def test_an_order_that_holds_too_much_is_made_again_for_what_fits():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_s1_at_60_gb_takes_what_the_docs_say():
     setting = SETTINGS["S1"]
     spec, found = setting.chosen(60 * GB)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,8 @@ EXAMPLES = dict(re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", SECTION, re.MULTILI
 # A file that the text names, or a block of code, which is of the file that was named last.
 FILE = re.compile(r"(?:^# |`)(megatron/[\w/]+\.py)", re.MULTILINE)
 PART = re.compile(r"`((?:megatron|tests)/[\w/]+\.py)`:|```(python|diff)\n(.*?)```", re.DOTALL)
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-2 --mock-data --eval-iters 0 "
-    "--tokenizer-type NullTokenizer --vocab-size 61 --log-interval 1"
+TINY = " ".join(
+    re.search(r'^TINY="(.*?)"', SECTION, re.MULTILINE | re.DOTALL)[1].replace("\\\n", " ").split()
 )
 LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 CONCERNED = (
@@ -99,7 +98,11 @@ def copied(name, root):
     for file in filter(os.path.isfile, (ROOT / path for path in listed.stdout.split("\n") if path)):
         target = root / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, target)
+        shutil.copy2(file, target)
+        if file.suffix == ".py" and (compiled := Path(cache_from_source(file))).exists():
+            # Of the same time as its source, so that nothing is compiled but what the example changes.
+            (target.parent / compiled.parent.name).mkdir(exist_ok=True)
+            shutil.copy(compiled, target.parent / compiled.parent.name)
     apply(EXAMPLES[name], root)
 
 
