@@ -4,21 +4,15 @@ Two ranks on the oldest release and on the newest that pip offers for Python 3.1
 others and four ranks.
 """
 
-import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "extras" / "proof"), str(ROOT / "extras")]
+from tests.wheels.release_processes import releases, started  # isort: split
 
-import plans  # noqa: E402
-import prove  # noqa: E402
-import releases  # noqa: E402
-from cases import EVERY  # noqa: E402
-from release_process import ReleaseProcess  # noqa: E402
+import plans
+import prove
+from cases import EVERY
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 ON_RANKS = "zbpp_light_on_ranks"
@@ -27,15 +21,6 @@ AT_EACH_CI = (
     "llama untied, distributed optimizer, per-token loss",
     "experts",
 )
-
-
-def started(release):
-    """A process under a release. Where its wheels cannot be had: skipped, or failed as root in CI."""
-    try:
-        releases.path_of(release)
-    except SystemExit as error:
-        (pytest.fail if os.environ.get("CI") and os.getuid() == 0 else pytest.skip)(str(error))
-    return ReleaseProcess(release)
 
 
 @pytest.fixture(scope="module", params=releases.AT_EACH_CI)
