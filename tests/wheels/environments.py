@@ -79,7 +79,13 @@ class Environment:
         done = subprocess.run(
             [self.python, SCRIPTS / script, *map(str, words)],
             cwd=cwd,
-            env={**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
+            env={
+                **variables,
+                "PYTHONPATH": paths,
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "TORCHDYNAMO_DISABLE": "1",  # megatron-core compiles its activations, for longer than they run here
+            },
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -4,6 +4,8 @@ Two ranks on the oldest release and on the newest that pip offers for Python 3.1
 others and four ranks.
 """
 
+import contextlib
+import functools
 import re
 
 import pytest
@@ -23,17 +25,22 @@ AT_EACH_CI = (
 )
 
 
-@pytest.fixture(scope="module", params=releases.AT_EACH_CI)
-def process(request):
-    with started(request.param) as running:
-        yield running
+@pytest.fixture(scope="module")
+def processes():
+    """By release: a process, started once."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda release: stack.enter_context(started(release)))
+
+
+@pytest.fixture(params=releases.AT_EACH_CI)
+def process(processes, request):
+    return processes(request.param)
 
 
 @pytest.fixture(scope="module")
-def newest():
-    """One process for what needs one release only."""
-    with started(releases.AT_EACH_CI[-1]) as running:
-        yield running
+def newest(processes):
+    """For what needs one release only."""
+    return processes(releases.AT_EACH_CI[-1])
 
 
 @pytest.mark.parametrize("name", AT_EACH_CI)
