@@ -125,5 +125,5 @@ class Step:
                 yield None
                 continue
             order = schedules.between(self._plan, min(stage, other), self._microbatches)
-            like = torch.empty(tuple(shape), dtype=self._config.pipeline_dtype, device="meta")
-            yield Neighbour(dist.get_global_rank(group, other), group, sends, order, like, self._device)
+            buffer = torch.Size(shape), self._config.pipeline_dtype, self._device
+            yield Neighbour(dist.get_global_rank(group, other), group, sends, order, buffer)

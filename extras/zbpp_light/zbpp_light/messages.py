@@ -17,20 +17,15 @@ class Neighbour:
     peer: the other end's global rank. sends: F or B, what this end sends. order: all messages by their planned time.
     Both ends post them in this order: with NCCL two ranks have one queue, and none may stand in it before the other
     gets to it. So whoever sends a message has posted the receives of all before it: once it has come, waiting for what
-    this end sent before it takes no longer than bytes take, and their memory is free. like: shape and type of each.
+    this end sent before it takes no longer than bytes take, and its memory is free. buffer: shape, type, device of one.
     """
 
     def __init__(
-        self,
-        peer: int,
-        group: dist.ProcessGroup,
-        sends: str,
-        order: Sequence[Message],
-        like: Tensor,
-        device: torch.device,
-    ) -> None:
+        self, peer: int, group: dist.ProcessGroup, sends: str, order: Sequence[Message],
+        buffer: tuple[torch.Size, torch.dtype, torch.device],
+    ) -> None:  # fmt: skip
         self._peer, self._group, self._sends = peer, group, sends
-        self._left, self._like, self._device = deque(order), like, device
+        self._left, self._buffer = deque(order), buffer
         self._sent: list[tuple[Tensor, Any]] = []  # since the last receive was posted
         self._posted: dict[int, list[tuple[Tensor, Any]]] = {}  # by microbatch: a receive, and what was sent before
 
@@ -41,10 +36,11 @@ class Neighbour:
 
     def send(self, microbatch: int, tensor: Tensor) -> None:
         """Begins to send a tensor, and keeps it until it has gone."""
-        if (tensor.shape, tensor.dtype) != (self._like.shape, self._like.dtype):
+        shape, dtype, _ = self._buffer
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ValueError(
                 f"zbpp_light: a stage has {tuple(tensor.shape)} of {tensor.dtype} for the next one, which receives "
-                f"{tuple(self._like.shape)} of {self._like.dtype} (pipeline_dtype)"
+                f"{tuple(shape)} of {dtype} (pipeline_dtype)"
             )
         while self._left[0][1:] != (self._sends, microbatch):
             self._post()
@@ -70,6 +66,7 @@ class Neighbour:
     def _post(self) -> None:
         _, kind, microbatch = self._left.popleft()
         assert kind != self._sends, f"{kind}{microbatch} is this end's to send: the order is not that of its row"
-        tensor = torch.empty_like(self._like, device=self._device)
+        shape, dtype, device = self._buffer
+        tensor = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(tensor, self._peer, self._group, microbatch)
         self._posted[microbatch], self._sent = [(tensor, work), *self._sent], []

@@ -97,8 +97,8 @@ def timed(rows: Rows) -> Plan:
 def between(plan: Plan, stage: int, microbatches: int) -> list[Message]:
     """All messages between a stage and the next by the time they are sent, which is an order that both can keep:
     activations as F, their gradients as B."""
-    senders = ((F, stage), (B, stage + 1))
-    return sorted((plan.ends[kind, sender, m], kind, m) for kind, sender in senders for m in range(microbatches))
+    sent = [(plan.ends[kind, at, m], kind, m) for kind, at in ((F, stage), (B, stage + 1)) for m in range(microbatches)]
+    return sorted(sent, key=lambda message: (message[0], message[1] == B))
 
 
 def most(row: Sequence[Op], begins: str, *ends: str) -> int:

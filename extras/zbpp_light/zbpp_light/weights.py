@@ -138,10 +138,12 @@ def _splitting_apply(linear: Any, layers: Any, gradients: WeightGradients) -> Ca
             # As where Megatron defers it, which needs fusion: else it takes the deferred gradient for computed.
             ctx.grad_output_buffer, ctx.wgrad_deferral_limit, ctx.gradient_accumulation_fusion = [], 0, True
             ctx.main_grad, ctx.use_bias = None, False
-            input, results = ctx.saved_tensors[0].detach(), list(linear.backward(ctx, grad_output))
+            input, results = ctx.saved_tensors[0], list(linear.backward(ctx, grad_output))
             assert len(ctx.grad_output_buffer) == 1, "Megatron's backward did not defer the weight gradient"
+            ctx.grad_output_buffer.clear()
             weight, *how = ctx.put_aside
-            gradients.waiting[gradients.microbatch][weight].append(Product(input, grad_output, *how))
+            product = Product(input.detach(), grad_output.detach(), *how)  # as either may hold the microbatch's graph
+            gradients.waiting[gradients.microbatch][weight].append(product)
             if ctx.needs_input_grad[at_bias]:
                 results[at_bias] = grad_output.flatten(0, -2).sum(dim=0)
             return tuple(results)
