@@ -1,5 +1,6 @@
 """zbpp_light under every release of megatron-core: all cases of the proof, memory, zb_h1.patch, a user's walk."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -55,6 +56,18 @@ def test_live_bytes_are_those_of_1f1b_and_of_the_plan(release):
     for name in memory.PLANS:
         for measured, units in zip(found[name].measured, found[name].simulated, strict=True):
             assert measured <= 1.05 * units * activation, (name, found[name], activation)
+
+
+@pytest.mark.parametrize("layers_a_stage", [1, 2, 4])
+def test_live_bytes_of_zb_h1_with_few_layers(layers_a_stage):
+    """Where messages weigh most. What is kept until W of microbatches that are through must not be their graphs."""
+    case = dataclasses.replace(MEMORY, layers=layers_a_stage * MEMORY.pipeline)
+    with started(releases.AT_EACH_CI[-1]) as running:
+        of_1f1b, of_zb_h1 = (
+            max(rank["peak_bytes"] for rank in ranks)
+            for ranks in running.records(case, [None, {"schedule": "zb-h1"}], memory=True)
+        )
+    assert of_zb_h1 <= 1.05 * of_1f1b
 
 
 def test_the_patch_has_the_bits_of_1f1b():
