@@ -9,7 +9,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name == "wheels":
             item.add_marker(pytest.mark.full)
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(
+                pytest.mark.timeout(240, func_only=True)
+            )  # pip, in a fixture, takes what it takes
 
 
 @pytest.fixture(scope="session")

@@ -119,9 +119,10 @@ def environment(name: str) -> Environment:
         str(made.python),
         "install",
     ]
-    options = ["-q", "--only-binary", ":all:", "--no-deps"]
+    # Without bytecode of all that is installed: what is imported gets its own.
+    options = ["-q", "--no-compile", "--only-binary", ":all:", "--no-deps"]
     if row.dependencies:  # of which some are no wheels
-        options = ["-q", "--prefer-binary", "-c", str(ROOT / "requirements.lock")]
+        options = ["-q", "--no-compile", "--prefer-binary", "-c", str(ROOT / "requirements.lock")]
     done = subprocess.run([*pip, *options, *row.requirements], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UnavailableError(f"{name}: pip: {(done.stderr or done.stdout).strip()[-1000:]}")
