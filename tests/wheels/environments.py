@@ -12,9 +12,9 @@ script writes, mostly files of numbers, with what this process has computed with
         env.run("megatron_core_run.py", "train", tmp_path / "theirs.json")
         assert ours() == pytest.approx(json.loads((tmp_path / "theirs.json").read_text()))
 
-Scripts are not collected; they may import each other, and modules of tests/harness by their own names (`import ranks`),
-which needs no package `megatron`. Wheels come from the package index. Where it cannot be reached a test is skipped with
-pip's message; as root in CI, where everything has to run, it fails.
+Scripts are not collected; they may import each other, and modules of tests/harness and extras/zbpp_light/examples by
+their own names (`import ranks`), which need no package `megatron`. Wheels come from the package index. Where it cannot
+be reached a test is skipped with pip's message; as root in CI, where everything has to run, it fails.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent
@@ -71,11 +74,18 @@ class Environment:
         """What a script of this folder prints. Raises AssertionError with all it printed unless it ends with 0."""
         unwanted = ("PYTHONPATH", "PYTHONHOME")
         variables = {name: value for name, value in os.environ.items() if name not in unwanted}
-        paths = os.pathsep.join(map(str, (SCRIPTS, ROOT / "tests" / "harness")))
+        folders = (SCRIPTS, ROOT / "tests" / "harness", ROOT / "extras" / "zbpp_light" / "examples")
+        paths = os.pathsep.join(map(str, folders))
         done = subprocess.run(
             [self.python, SCRIPTS / script, *map(str, words)],
             cwd=cwd,
-            env={**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"},
+            env={
+                **variables,
+                "PYTHONPATH": paths,
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "TORCHDYNAMO_DISABLE": "1",  # megatron-core compiles its activations, for longer than they run here
+            },
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -109,14 +119,22 @@ def environment(name: str) -> Environment:
         str(made.python),
         "install",
     ]
-    options = ["-q", "--only-binary", ":all:", "--no-deps"]
+    # Without bytecode of all that is installed: what is imported gets its own.
+    options = ["-q", "--no-compile", "--only-binary", ":all:", "--no-deps"]
     if row.dependencies:  # of which some are no wheels
-        options = ["-q", "--prefer-binary", "-c", str(ROOT / "requirements.lock")]
+        options = ["-q", "--no-compile", "--prefer-binary", "-c", str(ROOT / "requirements.lock")]
     done = subprocess.run([*pip, *options, *row.requirements], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UnavailableError(f"{name}: pip: {(done.stderr or done.stdout).strip()[-1000:]}")
     marker.write_text(wanted)
     return made
+
+
+def unavailable(why: str) -> NoReturn:
+    """Skips the test; as root in CI, where everything has to run, it fails."""
+    if os.environ.get("CI") and os.getuid() == 0:
+        pytest.fail(why)
+    pytest.skip(why)
 
 
 def _lenders() -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import megatron_core_shims  # noqa: F401
 import ranks
 import torch
+import torch._dynamo  # optimizers import it at their first step: once, before ranks are forked
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

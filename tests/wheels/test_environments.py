@@ -5,9 +5,13 @@ import pytest
 from tests.wheels.environments import ENVIRONMENTS, ROOT
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_the_package_megatron_is_the_rows(wheels, name):
-    env, row = wheels(name), ENVIRONMENTS[name]
+@pytest.fixture(params=ENVIRONMENTS)
+def named(request, wheels):
+    return request.param, wheels(request.param)
+
+
+def test_the_package_megatron_is_the_rows(named):
+    (name, env), row = named, ENVIRONMENTS[named[0]]
     path, version = env.run("which_megatron.py").split()
     assert path.startswith(str(ROOT / "megatron" if row.checkout else env.folder))
     if name.startswith("megatron-core-"):

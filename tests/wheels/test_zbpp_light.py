@@ -4,21 +4,17 @@ Two ranks on the oldest release and on the newest that pip offers for Python 3.1
 others and four ranks.
 """
 
-import os
+import contextlib
+import functools
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "extras" / "proof"), str(ROOT / "extras")]
+from tests.wheels.release_processes import releases, started  # isort: split
 
-import plans  # noqa: E402
-import prove  # noqa: E402
-import releases  # noqa: E402
-from cases import EVERY  # noqa: E402
-from release_process import ReleaseProcess  # noqa: E402
+import plans
+import prove
+from cases import EVERY
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 ON_RANKS = "zbpp_light_on_ranks"
@@ -29,26 +25,22 @@ AT_EACH_CI = (
 )
 
 
-def started(release):
-    """A process under a release. Where its wheels cannot be had: skipped, or failed as root in CI."""
-    try:
-        releases.path_of(release)
-    except SystemExit as error:
-        (pytest.fail if os.environ.get("CI") and os.getuid() == 0 else pytest.skip)(str(error))
-    return ReleaseProcess(release)
+@pytest.fixture(scope="module")
+def processes():
+    """By release: a process, started once."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda release: stack.enter_context(started(release)))
 
 
-@pytest.fixture(scope="module", params=releases.AT_EACH_CI)
-def process(request):
-    with started(request.param) as running:
-        yield running
+@pytest.fixture(params=releases.AT_EACH_CI)
+def process(processes, request):
+    return processes(request.param)
 
 
 @pytest.fixture(scope="module")
-def newest():
-    """One process for what needs one release only."""
-    with started(releases.AT_EACH_CI[-1]) as running:
-        yield running
+def newest(processes):
+    """For what needs one release only."""
+    return processes(releases.AT_EACH_CI[-1])
 
 
 @pytest.mark.parametrize("name", AT_EACH_CI)

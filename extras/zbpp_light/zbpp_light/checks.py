@@ -1,11 +1,9 @@
 """What cannot be run as asked, found before the first step: all reasons at once, each with its fix."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _GRAPHS, _ORDER = "CUDA graphs hold B and W together", "it counts on the order of 1F1B"
 # Settings of Megatron's configuration: values that are right beside None, and why others are not.
@@ -30,25 +28,24 @@ _SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def problems(config: Any, chunks: list[nn.Module]) -> list[str]:
     """Of this stage. chunks: its part of the model."""
-    reasons = []
-    for name, (right, why) in _SETTINGS.items():
-        if getattr(config, name, None) not in (None, *right):
-            reasons.append(f"{name} is {getattr(config, name)!r}: {why}")
+    settings = [(name, getattr(config, name, None), *rule) for name, rule in _SETTINGS.items()]
+    reasons = [f"{name} is {value!r}: {why}" for name, value, right, why in settings if value not in (None, *right)]
     if len(chunks) > 1:
         reasons.append(f"a rank has {len(chunks)} chunks of the model: virtual pipelines have a schedule of their own")
-    modules = [(name, module, chunk) for chunk in chunks for name, module in chunk.named_modules()]
-    for name, _, _ in [some for some in modules if type(some[1]).__name__ == "GroupedMLP"][:1]:
+    modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
+    delayed = [module for chunk in chunks for module in engine_linears(config, chunk)]
+    grouped = [name for name, module in modules if type(module).__name__ == "GroupedMLP"]
+    engine = [pair for pair in modules if _of_engine(pair[1]) and pair[1] not in delayed]
+    for name in grouped[:1]:
         reasons.append(f"{name} is a GroupedMLP, whose kernel computes B and W together: use sequential experts")
-    for name, module, _ in [some for some in modules if _of_engine(some[1]) and not _delays(some[1], config, some[2])][
-        :1
-    ]:
+    for name, module in engine[:1]:
         reasons.append(
             f"{name} is a {type(module).__name__} of Transformer Engine, which computes B and W together: set "
             "delay_wgrad_compute in the configurations of model and DistributedDataParallel before they are built "
             "(Megatron 0.13 and Transformer Engine 2.3 on), or use --transformer-impl local"
         )
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
-    if any(hasattr(weight, "__fsdp_param__") or hasattr(weight, "placements") for weight in weights):
+    if any(isinstance(weight, DTensor) or "__fsdp_param__" in vars(weight) for weight in weights):
         reasons.append("weights are sharded (FSDP), and gathered for B and W together: use the distributed optimizer")
     if any(getattr(model_type(chunk), "name", "") == "encoder_and_decoder" for chunk in chunks):
         reasons.append("the model has encoder and decoder: messages between stages are more than one tensor")
@@ -57,13 +54,13 @@ def problems(config: Any, chunks: list[nn.Module]) -> list[str]:
 
 def model_type(model: nn.Module) -> Any:
     """Megatron's, of a model that may be wrapped, or None."""
-    return next((module.model_type for module in model.modules() if hasattr(module, "model_type")), None)
+    return next((vars(module)["model_type"] for module in model.modules() if "model_type" in vars(module)), None)
 
 
 def can_split(layers: Any, config: Any, model: nn.Module) -> bool:
     """Whether W has weights of a stage to compute."""
     kinds = (layers.ColumnParallelLinear, layers.RowParallelLinear)
-    return any(isinstance(module, kinds) for module in model.modules()) or any(engine_linears(config, model))
+    return any(isinstance(module, kinds) for module in model.modules()) or bool(engine_linears(config, model))
 
 
 def embedding_weights(layers: Any, model: nn.Module) -> list[Any]:
@@ -72,17 +69,14 @@ def embedding_weights(layers: Any, model: nn.Module) -> list[Any]:
     return [module.weight for module in model.modules() if isinstance(module, kinds)]
 
 
-def engine_linears(config: Any, model: nn.Module) -> Iterator[nn.Module]:
-    """Layers of Transformer Engine whose weight gradients are computed apart."""
-    return (module for module in model.modules() if _of_engine(module) and _delays(module, config, model))
+def engine_linears(config: Any, model: nn.Module) -> list[nn.Module]:
+    """Layers of Transformer Engine that leave weight gradients to `backward_dw`, for which DDP, if any, waits."""
+    settings = (config, getattr(model, "ddp_config", config))
+    if not all(getattr(some, "delay_wgrad_compute", False) for some in settings):
+        return []
+    return [layer for layer in model.modules() if _of_engine(layer) and callable(getattr(layer, "backward_dw", None))]
 
 
 def _of_engine(module: nn.Module) -> bool:
     engine = any(cls.__module__.partition(".")[0] == "transformer_engine" for cls in type(module).__mro__)
     return engine and any(weight.dim() > 1 for weight in module.parameters(recurse=False))
-
-
-def _delays(module: nn.Module, config: Any, model: nn.Module) -> bool:
-    """Whether a layer leaves its weight gradient to `backward_dw`, and DDP, if there is one, waits for it there."""
-    settings = [config] + [model.ddp_config for _ in range(hasattr(model, "ddp_config"))]
-    return hasattr(module, "backward_dw") and all(getattr(one, "delay_wgrad_compute", False) for one in settings)

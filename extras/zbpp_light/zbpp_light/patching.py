@@ -1,7 +1,6 @@
 """What of Megatron is replaced, and given back."""
 
-from __future__ import annotations
-
+import contextlib
 import functools
 import importlib
 import os
@@ -20,7 +19,7 @@ from zbpp_light.weights import WHOLE, WeightGradients
 
 # What Megatron's `get_forward_backward_func` looks up when it is called.
 _REPLACED = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
-_patch: Patch | None = None
+_patch: "Patch | None" = None
 
 
 def patch_megatron(schedule: str = MADE_HERE, plan: str | os.PathLike[str] | None = None) -> None:
@@ -28,7 +27,6 @@ def patch_megatron(schedule: str = MADE_HERE, plan: str | os.PathLike[str] | Non
     imported before or behind. With ZBPP_LIGHT=0 in the environment nothing is patched.
 
     schedule: zb-h1, for any stages and microbatches. plan: instead, a file of `show_schedule.py --format plan`.
-
     Raises ValueError for an unknown schedule, a file that is no plan of one stage a rank, functions of Megatron with
     parameters that are not known, a second call, or one inside a running step.
     """
@@ -45,11 +43,9 @@ def patch_megatron(schedule: str = MADE_HERE, plan: str | os.PathLike[str] | Non
             schedules.known(schedule)
         elif schedule not in (MADE_HERE, file.schedule):
             raise ValueError(f"schedule={schedule!r} and {file.path}, a plan of {file.schedule}: give one of the two")
-        patch = Patch(file)
+        _patch = Patch(file)
     except ValueError as error:
         raise ValueError(f"zbpp_light: {error}") from None
-    patch.install()
-    _patch = patch
 
 
 def unpatch_megatron() -> None:
@@ -57,7 +53,7 @@ def unpatch_megatron() -> None:
     global _patch
     if _patch is not None:
         _patch.refuse_running("unpatch_megatron")
-        _patch.remove()
+        _patch.undo.close()
         _patch = None
     elif _is_on():
         raise ValueError("zbpp_light: nothing is patched")
@@ -85,23 +81,16 @@ class Patch:
         for name in (name for name in KNOWN if "." not in name):
             parameters(getattr(self._megatron, name), name)
         self._weights = WeightGradients(self._layers)
-        self._originals = {name: getattr(self._megatron, name) for name in _REPLACED}
         self._plans: dict[tuple[int, int], Plan] = {}  # by stages and microbatches
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # that are checked
-        self._hooks: list[Any] = []
         self._running = False
-
-    def install(self) -> None:
-        for name, original in self._originals.items():
+        self.undo = contextlib.ExitStack()  # gives Megatron back what is its own
+        self.undo.callback(delattr, self._weights.linear, "apply")  # it inherits torch's again
+        self._weights.linear.apply = self._weights.apply
+        for name in _REPLACED:
+            original = getattr(self._megatron, name)
+            self.undo.callback(setattr, self._megatron, name, original)
             setattr(self._megatron, name, self._replacement(original))
-        self._weights.install()
-
-    def remove(self) -> None:
-        for name, original in self._originals.items():
-            setattr(self._megatron, name, original)
-        self._weights.remove()
-        for hook in self._hooks:
-            hook.remove()
 
     def refuse_running(self, what: str) -> None:
         if self._running:
@@ -123,7 +112,7 @@ class Patch:
         return forward_backward
 
     def _step(self, given: dict[str, Any]) -> Any:
-        groups, weights = Groups(self._megatron.parallel_state, given), self._weights
+        groups, weights = Groups(self._megatron, given), self._weights
         key = groups.stages, given["num_microbatches"]
         chunks = given["model"] if isinstance(given["model"], list) else [given["model"]]
         weights.measuring = key not in self._plans or chunks[0] not in self._models
@@ -151,22 +140,23 @@ class Patch:
             self._models.add(chunks[0])
             for weight in checks.embedding_weights(self._layers, chunks[0]):
                 setattr(weight, WHOLE, True)
-            linears = checks.engine_linears(config, chunks[0])
-            self._hooks += [module.register_forward_hook(self._weights.put_module) for module in linears]
+            for module in checks.engine_linears(config, chunks[0]):
+                self.undo.callback(module.register_forward_hook(self._weights.put_module).remove)
 
     def _report(self, groups: Groups, model: Any, plan: Plan, stages: int, microbatches: int) -> None:
         """A line of rank 0's, of all its stages."""
-        trained = {weight for weight in model.parameters() if weight.requires_grad}
-        sizes = [sum(weight.numel() for weight in some) for some in (self._weights.computed & trained, trained)]
+        computed = self._weights.computed
+        trained = {weight for weight in model.parameters() if weight.requires_grad and computed}  # where a stage splits
+        sizes = [sum(weight.numel() for weight in some) for some in (computed & trained, trained)]
         split, whole, most = zip(*_gathered((*sizes, self._weights.most_bytes), groups), strict=True)
-        self._weights.computed.clear()
+        computed.clear()
         apart = f"{plan.bubble_apart:.1%} where ranks do not wait for each other between steps; "
         waiting = max(schedules.most(row, B, W) for row in plan.rows)
         _print(
             f"{self._file.schedule if self._file else MADE_HERE}, {stages} stages, {microbatches} microbatches, planned"
             f" bubble {plan.bubble:.1%} ({apart if plan.bubble - plan.bubble_apart > 1e-9 else ''}1f1b "
-            f"{(stages - 1) / (stages - 1 + microbatches):.1%}); W computes {sum(split) / sum(whole):.1%} of the "
-            f"weights; waiting for W: at most {waiting} microbatches by plan, at most {max(most) / 2**20:.1f} MiB "
+            f"{(stages - 1) / (stages - 1 + microbatches):.1%}); W computes {sum(split) / max(sum(whole), 1):.1%} of "
+            f"the weights; waiting for W: at most {waiting} microbatches by plan, at most {max(most) / 2**20:.1f} MiB "
             f"measured (stage {most.index(max(most))})"
         )
         if self._file and self._file.ignored:

@@ -3,8 +3,6 @@
 A file is believed in nothing: its hash, operations and messages are checked before the first step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -13,14 +11,13 @@ import re
 from typing import Any
 
 from zbpp_light import schedules
-from zbpp_light.schedules import BW, B, F, Row, Rows, W
+from zbpp_light.schedules import B, F, Op, Rows
 
 MAX_BYTES, VERSION = 1 << 24, 1
 _FIELDS = "version schedule placement ranks chunks microbatches bitwise forward_only hash ops".split()
-_IGNORED = ("UNSHARD", "RESHARD", "REDUCE", "HSDP_ALL_REDUCE")  # of data parallelism, which is Megatron's here
-_VALIDATION = ("SEND_STATE", "RECV_STATE", "VALIDATE", "STEP")
-_KINDS = "|".join((*_IGNORED, *_VALIDATION, "SEND_F", "SEND_B", "RECV_F", "RECV_B", BW, F, B, W))
-_OP = re.compile(rf"(\d{{1,6}})({_KINDS})(\d{{1,6}})?([\[.][^@#]*)?(?:@(\d{{1,6}}))?(?:#(\d{{1,9}}))?", re.ASCII)
+_OP = re.compile(r"(\d{1,6})(?:(BW|F|B|W)(\d{1,6})|(SEND|RECV)_([FB])(\d{1,6})@(\d{1,6})#(\d{1,9}))", re.ASCII)
+_OF_DATA_PARALLELISM = re.compile(r"\d{1,6}(UNSHARD|RESHARD|REDUCE|HSDP_ALL_REDUCE)(\d{1,6})?([\[.][^@#]*)?", re.ASCII)
+_VALIDATION = re.compile(r"\d{1,6}(SEND_STATE|RECV_STATE|VALIDATE|STEP)", re.ASCII)
 Message = tuple[str, int, int, int, int]  # F or B, sender, receiver, microbatch, pair id
 
 
@@ -63,21 +60,27 @@ def parse(text: str, path: str) -> PlanFile:
         raise ValueError(f"this is no plan: {error}") from None
     if wrong := _wrong_header(content):
         raise ValueError(wrong)
-    rows: list[Row] = []
+    rows: list[list[Op]] = [[] for _ in content["ops"]]
     messages: dict[str, list[Message]] = {"SEND": [], "RECV": []}
     ignored = 0
-    for stage, texts in enumerate(content["ops"]):
-        ops = [_op(stage, text) for text in texts]
-        rows.append(tuple((kind, microbatch) for kind, microbatch, _, _ in ops if kind in (F, B, W, BW)))
-        ignored += sum(kind in _IGNORED for kind, *_ in ops)
-        for kind, microbatch, peer, pair in ops:
-            end, _, direction = kind.partition("_")
-            if end in messages and kind not in _IGNORED:
-                ends = (stage, peer) if end == "SEND" else (peer, stage)
-                messages[end].append((direction, *ends, microbatch, pair))
-    schedules.check(tuple(rows), content["microbatches"])
-    _check_messages(messages, len(rows), content["microbatches"])
-    return PlanFile(path, content["schedule"], tuple(rows), content["microbatches"], ignored)
+    for stage, text in [(stage, text) for stage, texts in enumerate(content["ops"]) for text in texts]:
+        op = _OP.fullmatch(text)
+        if _VALIDATION.match(text):
+            raise ValueError(f"{text!r:.80} is of steps that are validated afterwards, which Megatron's are not")
+        if _OF_DATA_PARALLELISM.fullmatch(text):
+            ignored += 1
+        elif op is None or int(op[1]) != stage:
+            raise ValueError(f"{text!r:.80} is no operation of stage {stage}, whole, and one microbatch")
+        elif op[2]:
+            rows[stage].append((op[2], int(op[3])))
+        else:
+            microbatch, peer, pair = (int(number) for number in op.groups()[5:])
+            ends = (stage, peer) if op[4] == "SEND" else (peer, stage)
+            messages[op[4]].append((op[5], *ends, microbatch, pair))
+    plan = PlanFile(path, content["schedule"], tuple(map(tuple, rows)), content["microbatches"], ignored)
+    schedules.check(plan.rows, plan.microbatches)
+    _check_messages(messages, len(rows), plan.microbatches)
+    return plan
 
 
 def _wrong_header(content: Any) -> str:
@@ -97,9 +100,7 @@ def _wrong_header(content: Any) -> str:
         return f"{where}: this package runs one stage a rank, on a line ({', '.join(schedules.KNOWN)})"
     if content["forward_only"] is not False:
         return "it is the plan of an evaluation, which runs by Megatron's own function: save one for training"
-    if not isinstance(ops, list) or not all(
-        isinstance(row, list) and all(type(op) is str for op in row) for row in ops
-    ):
+    if type(ops) is not list or not all(type(row) is list and {*map(type, row)} <= {str} for row in ops):
         return "ops is one list of texts a rank"
     if len(ops) != content["ranks"]:
         return f"it has operations of {len(ops)} ranks, its header says {content['ranks']}"
@@ -107,21 +108,6 @@ def _wrong_header(content: Any) -> str:
     hashed |= {field: content[field] for field in ("residency",) if field in content}
     digest = hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return "" if digest == content["hash"] else f"its hash is {digest}, not {content['hash']!r:.80}: it was changed"
-
-
-def _op(stage: int, text: str) -> tuple[str, int, int, int]:
-    """Kind, microbatch, peer and pair, -1 for none."""
-    match = _OP.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r:.80} is no operation of one stage a rank")
-    at, kind, microbatch, part, peer, pair = match.groups()
-    if kind in _VALIDATION:
-        raise ValueError(f"{text!r:.80} is of steps that are validated afterwards, which Megatron's are not")
-    whole = not part and microbatch and [bool(peer), bool(pair)] == [len(kind) > 2] * 2
-    if kind not in _IGNORED and (int(at) != stage or not whole):
-        raise ValueError(f"{text!r:.80} is no operation of stage {stage}, whole, and one microbatch")
-    numbers = [-1 if number is None else int(number) for number in (microbatch, peer, pair)]
-    return kind, numbers[0], numbers[1], numbers[2]
 
 
 def _check_messages(messages: dict[str, list[Message]], stages: int, microbatches: int) -> None:
@@ -134,6 +120,4 @@ def _check_messages(messages: dict[str, list[Message]], stages: int, microbatche
     back = [(B, receiver, sender, microbatch) for _, sender, receiver, microbatch in forth]
     pairs = {pair for *_, pair in sent}
     if sent and (sorted(forth + back) != [message[:4] for message in sent] or len(pairs) != len(sent)):
-        raise ValueError(
-            "its messages are not each activation and gradient once, between neighbours, with a pair id each"
-        )
+        raise ValueError("its messages are not each activation and gradient once, between neighbours, by a pair id")

@@ -3,18 +3,19 @@
 F is a forward, B a backward with respect to the input, W with respect to the weights, BW both (arXiv 2401.10241).
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 F, B, W, BW = "F", "B", "W", "BW"
 Op = tuple[str, int]  # kind, microbatch
+Message = tuple[int, str, int]  # when it is sent, F or B, microbatch
 Row = tuple[Op, ...]
 Rows = tuple[Row, ...]  # by stage
 
+_COSTS = {F: 1, B: 1, W: 1, BW: 2}
 MADE_HERE, KNOWN = "zb-h1", ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "1f1b")
 
 
@@ -70,44 +71,34 @@ def check(rows: Rows, microbatches: int) -> Plan:
 def timed(rows: Rows) -> Plan:
     """Raises ValueError naming an operation that would wait for ever."""
     ends: dict[tuple[str, int, int], int] = {}
-    left = [list(reversed(row)) for row in rows]
-    begins: list[list[int]] = [[] for _ in rows]
-    clocks = [0] * len(rows)
-    moved = True
-    while moved:
+    left, clocks, begins = [deque(row) for row in rows], [0] * len(rows), [0] * len(rows)
+    while any(left):
         moved = False
         for stage, row in enumerate(left):
             needs = {F: [(F, stage - 1)], B: [(F, stage), (B, stage + 1)], W: [(B, stage)]}
             while row:
-                kind, microbatch = row[-1]
+                kind, microbatch = row[0]
                 direction = B if kind == BW else kind
                 others = [(*need, microbatch) for need in needs[direction] if 0 <= need[1] < len(rows)]
                 if not all(other in ends for other in others):
                     break
-                begins[stage].append(max([clocks[stage], *(ends[other] for other in others)]))
-                clocks[stage] = ends[direction, stage, microbatch] = begins[stage][-1] + (2 if kind == BW else 1)
-                moved = bool(row.pop())
-    for stage, row in enumerate(left):
-        if row:
-            raise ValueError(f"stage {stage}: {row[-1][0]}{row[-1][1]} would wait for ever for what it needs")
-    work = max(sum(2 if kind == BW else 1 for kind, _ in row) for row in rows)
-    apart = max(end - begin[0] for begin, end in zip(begins, clocks, strict=True))
+                begin = max([clocks[stage], *(ends[other] for other in others)])
+                begins[stage] = begins[stage] if clocks[stage] else begin
+                clocks[stage] = ends[direction, stage, microbatch] = begin + _COSTS[kind]
+                moved = bool(row.popleft())
+        if not moved:
+            stage, (kind, microbatch) = next((stage, row[0]) for stage, row in enumerate(left) if row)
+            raise ValueError(f"stage {stage}: {kind}{microbatch} would wait for ever for what it needs")
+    work = max(sum(_COSTS[kind] for kind, _ in row) for row in rows)
+    apart = max(end - begin for begin, end in zip(begins, clocks, strict=True))
     return Plan(rows, ends, 1 - work / max(clocks), 1 - work / apart)
 
 
-def between(plan: Plan, stage: int, microbatches: int) -> list[Op]:
-    """All messages between a stage and the next by the time they are sent: activations as F, their gradients as B. What
-    a stage sends before it takes a message stands before that message."""
-    ends, both = plan.ends, ((F, stage), (B, stage + 1))
-    sent = [(ends[kind, sender, m], kind, m) for kind, sender in both for m in range(microbatches)]
-    return [(kind, microbatch) for _, kind, microbatch in sorted(sent)]
-
-
-def done_before(row: Sequence[Op], kind: str, then: str) -> list[int]:
-    """By microbatch: how many operations of a kind stand before its operation of the kind `then`. BW is a B, too."""
-    kinds = [B if op[0] == BW else op[0] for op in row]
-    counts = itertools.accumulate(other == kind for other in kinds)
-    return [count for count, other in zip(counts, kinds, strict=True) if other == then]
+def between(plan: Plan, stage: int, microbatches: int) -> list[Message]:
+    """All messages between a stage and the next by the time they are sent, which is an order that both can keep:
+    activations as F, their gradients as B."""
+    sent = [(plan.ends[kind, at, m], kind, m) for kind, at in ((F, stage), (B, stage + 1)) for m in range(microbatches)]
+    return sorted(sent, key=lambda message: (message[0], message[1] == B))
 
 
 def most(row: Sequence[Op], begins: str, *ends: str) -> int:

@@ -5,10 +5,8 @@ edge to it, so B leaves it, its hooks and DDP's buffers alone. W is the backward
 only: autograd puts the gradient where it always does, and runs what hangs on the weight.
 """
 
-from __future__ import annotations
-
-import contextlib
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,75 +36,49 @@ class WeightGradients:
     """
 
     def __init__(self, layers: Any) -> None:
-        self._layers, self._linear = layers, getattr(layers, LINEAR)
-        self._waiting: dict[int, dict[Tensor, list[Product]]] = {}
-        self._modules: dict[int, list[Any]] = {}  # of Transformer Engine, which keeps what waits itself
-        self._microbatch, self._splits = -1, False
-        self._apply = _splitting_apply(self._linear, layers, self)
+        self._layers, self.linear = layers, getattr(layers, LINEAR)
+        self.waiting: dict[int, dict[Tensor, list[Product]]] = defaultdict(lambda: defaultdict(list))
+        self._modules: dict[int, list[Any]] = defaultdict(list)  # of Transformer Engine, which keeps what waits itself
+        self.begin(-1, False)
+        self.apply = _splitting_apply(self.linear, layers, self)
         self.computed: set[Tensor] = set()
         self.measuring, self.most_bytes = False, 0
 
-    def install(self) -> None:
-        self._linear.apply = self._apply
-
-    def remove(self) -> None:
-        del self._linear.apply  # it inherits torch's again
-
-    @contextlib.contextmanager
-    def during(self, microbatch: int, splits: bool) -> Iterator[None]:
-        """Layers that run in here are of this microbatch, whose weight gradients are computed apart or not."""
-        self._microbatch, self._splits = microbatch, splits
-        yield
-        self._microbatch, self._splits = -1, False
-        if self.measuring:
-            products = [p for weights in self._waiting.values() for several in weights.values() for p in several]
-            storages = [tensor.untyped_storage() for p in products for tensor in (p.input, p.grad_output)]
-            size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-            self.most_bytes = max(self.most_bytes, size)
-
-    def takes(self, input: Tensor, weight: Tensor) -> bool:
-        """Whether a call of Megatron's linear function is split."""
-        grads = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
-        return self._splits and grads and weight.is_leaf and not hasattr(weight, WHOLE)
-
-    def put(self, weight: Tensor, product: Product) -> None:
-        """In B: the gradient of a weight waits."""
-        self._waiting.setdefault(self._microbatch, {}).setdefault(weight, []).append(product)
+    def begin(self, microbatch: int, splits: bool) -> None:
+        """Layers that run from here on are of this microbatch, whose weight gradients are computed apart or not."""
+        self.microbatch, self.splits = microbatch, splits
 
     def put_module(self, module: Any, *_: Any) -> None:
         """Behind a forward that autograd records: a layer of Transformer Engine will wait for its `backward_dw`."""
-        if torch.is_grad_enabled() and self._microbatch >= 0:
-            self._modules.setdefault(self._microbatch, []).append(module)
+        if torch.is_grad_enabled() and self.microbatch >= 0:
+            self._modules[self.microbatch].append(module)
 
     def run(self, microbatch: int) -> None:
         """W: what waits of a microbatch is computed and added, in the order of B."""
-        waiting, modules = self._waiting.pop(microbatch, {}), self._modules.pop(microbatch, [])
+        waiting, modules = self.waiting.pop(microbatch, {}), self._modules.pop(microbatch, [])
         if self.measuring:
             self.computed.update(waiting, *(module.parameters(recurse=False) for module in modules))
-        while waiting:
-            weight = next(iter(waiting))
-            self._deliver(weight, waiting.pop(weight))
+            products = [p for each in (waiting, *self.waiting.values()) for several in each.values() for p in several]
+            storages = [tensor.untyped_storage() for p in products for tensor in (p.input, p.grad_output)]
+            size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+            self.most_bytes = max(self.most_bytes, size)
+        for weight, products in waiting.items():
+            by_autograd = not products[0].fused and "grad_added_to_main_grad" in vars(weight)
+            with torch.enable_grad():
+                torch.autograd.backward(_WeightGradient.apply(weight, self._layers, products))
+            if by_autograd and weight.grad is not None:
+                raise RuntimeError(
+                    "zbpp_light: DistributedDataParallel of this megatron-core, with overlap_grad_reduce or without, "
+                    "takes no gradients by a hook on the weight, and would lose those of W: run it with ZBPP_LIGHT=0"
+                )
         for module in reversed(modules):
             module.backward_dw()
 
     def forget(self) -> None:
         """Nothing is left of a step, whole or failed."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._modules.clear()
-        self._microbatch, self._splits = -1, False
-
-    def _deliver(self, weight: Tensor, products: list[Product]) -> None:
-        fused, of_ddp = products[0].fused, hasattr(weight, "grad_added_to_main_grad")
-        if fused and not of_ddp:
-            _gradient(self._layers, weight, products)  # nothing for autograd, as in Megatron
-            return
-        with torch.enable_grad():
-            torch.autograd.backward(_WeightGradient.apply(weight, self._layers, products))
-        if weight.grad is not None and of_ddp and not fused:
-            raise RuntimeError(
-                "zbpp_light: DistributedDataParallel of this megatron-core, with overlap_grad_reduce or without, takes "
-                "no gradients by a hook on the weight, and would lose those of W: run it with ZBPP_LIGHT=0"
-            )
+        self.begin(-1, False)
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -119,53 +91,32 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None, None]:
-        return _gradient(*ctx.values), None, None
-
-
-def _gradient(layers: Any, weight: Any, products: list[Product]) -> Tensor | None:
-    """The gradient of all uses of a weight in a microbatch, first come first added, as autograd adds them. Fused: it is
-    added to `main_grad` here, and what is returned is the placeholder that Megatron's hooks expect."""
-    total: Tensor | None = None
-    fused = products[0].fused
-    while products:
-        product = products.pop(0)
-        for tensor in product[:2] if weight.is_cuda else ():  # B may have run on another stream
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        tokens = product.input
-        if product.group is not None:
-            tokens = tokens.new_empty((tokens.shape[0] * product.group.size(), *tokens.shape[1:]))
-            dist.all_gather_into_tensor(tokens, product.input.contiguous(), group=product.group)
-        tokens, grad_output = _matrix(tokens), _matrix(product.grad_output)
-        if fused:
-            name = "wgrad_gemm_accum_fp32" if weight.main_grad.dtype == torch.float32 else "wgrad_gemm_accum_fp16"
-            getattr(layers.fused_weight_gradient_mlp_cuda, name)(tokens, grad_output, weight.main_grad)
-            continue
-        with torch.autocast(tokens.device.type, product.autocast, enabled=product.autocast is not None):
-            gradient = grad_output.t().matmul(tokens)
-        total = gradient if total is None else total + gradient
-    if not fused or not hasattr(weight, "grad_added_to_main_grad"):
-        return total
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.main_grad.shape, dtype=weight.dtype, device=weight.device)
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])  # a row a token
-
-
-class _Deferring:
-    """The context of a call as Megatron's backward has it where the weight gradient is deferred: it computes the input
-    gradient, with its communication, and leaves the output gradient in a list."""
-
-    def __init__(self, ctx: Any) -> None:
-        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
-        self.grad_output_buffer: list[Tensor] = []
-        self.wgrad_deferral_limit, self.main_grad, self.use_bias = 0, None, False
-        self.gradient_accumulation_fusion = True  # else it takes the deferred gradient for computed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
+        """Of all uses in a microbatch, first come first added, as autograd adds them. Fused: Megatron's kernel adds it
+        to `main_grad`, and autograd gets the placeholder that Megatron's hooks expect."""
+        layers, weight, products = ctx.values
+        total: Tensor | None = None
+        fused = products[0].fused
+        while products:
+            product = products.pop(0)
+            for tensor in product[:2] if weight.is_cuda else ():  # B may have run on another stream
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            tokens = product.input
+            if product.group is not None:
+                tokens = tokens.new_empty((tokens.shape[0] * product.group.size(), *tokens.shape[1:]))
+                dist.all_gather_into_tensor(tokens, product.input.contiguous(), group=product.group)
+            tokens, grad_output = tokens.flatten(0, -2), product.grad_output.flatten(0, -2)
+            if fused:
+                name = "wgrad_gemm_accum_fp32" if weight.main_grad.dtype == torch.float32 else "wgrad_gemm_accum_fp16"
+                getattr(layers.fused_weight_gradient_mlp_cuda, name)(tokens, grad_output, weight.main_grad)
+                continue
+            with torch.autocast(tokens.device.type, product.autocast, enabled=product.autocast is not None):
+                gradient = grad_output.t().matmul(tokens)
+            total = gradient if total is None else total + gradient
+        if fused and "grad_added_to_main_grad" in vars(weight):
+            weight.grad_added_to_main_grad = True
+            make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+            total = make(weight.main_grad.shape, dtype=weight.dtype, device=weight.device)
+        return total, None, None
 
 
 def _splitting_apply(linear: Any, layers: Any, gradients: WeightGradients) -> Callable[..., Any]:
@@ -184,13 +135,17 @@ def _splitting_apply(linear: Any, layers: Any, gradients: WeightGradients) -> Ca
 
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-            deferring = _Deferring(ctx)
-            results = list(linear.backward(deferring, grad_output))
-            assert len(deferring.grad_output_buffer) == 1, "Megatron's backward did not defer the weight gradient"
+            # As where Megatron defers it, which needs fusion: else it takes the deferred gradient for computed.
+            ctx.grad_output_buffer, ctx.wgrad_deferral_limit, ctx.gradient_accumulation_fusion = [], 0, True
+            ctx.main_grad, ctx.use_bias = None, False
+            input, results = ctx.saved_tensors[0], list(linear.backward(ctx, grad_output))
+            assert len(ctx.grad_output_buffer) == 1, "Megatron's backward did not defer the weight gradient"
+            ctx.grad_output_buffer.clear()
             weight, *how = ctx.put_aside
-            gradients.put(weight, Product(deferring.saved_tensors[0], grad_output, *how))
+            product = Product(input.detach(), grad_output.detach(), *how)  # as either may hold the microbatch's graph
+            gradients.waiting[gradients.microbatch][weight].append(product)
             if ctx.needs_input_grad[at_bias]:
-                results[at_bias] = _matrix(grad_output).sum(dim=0)
+                results[at_bias] = grad_output.flatten(0, -2).sum(dim=0)
             return tuple(results)
 
     plain, split = linear.apply, SplitLinear.apply  # now: later both are what stands for the first
@@ -199,7 +154,9 @@ def _splitting_apply(linear: Any, layers: Any, gradients: WeightGradients) -> Ca
         call = dict(zip(names, values, strict=True))
         weight, group = call["weight"], None
         deferred = call["grad_output_buffer"] is not None or call.get("gtp_remat_size", 1) != 1
-        if deferred or not gradients.takes(call["input"], weight):
+        recorded = torch.is_grad_enabled() and call["input"].requires_grad and weight.requires_grad
+        whole = deferred or not recorded or not weight.is_leaf or getattr(weight, WHOLE, False)
+        if whole or not gradients.splits:
             return plain(*values)
         if call["sequence_parallel"]:  # 0.12 has the group elsewhere
             group = call["tp_group"] if "tp_group" in call else layers.get_tensor_model_parallel_group()

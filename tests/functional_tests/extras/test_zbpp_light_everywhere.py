@@ -1,34 +1,28 @@
 """zbpp_light under every release of megatron-core: all cases of the proof, memory, zb_h1.patch, a user's walk."""
 
+import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "extras" / "proof"), str(ROOT / "extras")]
+from tests.wheels.environments import ROOT
+from tests.wheels.release_processes import releases, started  # isort: split
 
-import memory  # noqa: E402
-import prove  # noqa: E402
-import releases  # noqa: E402
-from cases import EVERY, FOUR_RANKS, MEMORY, TWO_RANKS  # noqa: E402
-from release_process import ReleaseProcess  # noqa: E402
+import memory
+import prove
+import release_process
+from cases import EVERY, FOUR_RANKS, MEMORY, TWO_RANKS
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 PACKAGE = ROOT / "extras" / "zbpp_light"
-
-
-def started(release):
-    try:
-        releases.path_of(release)
-    except SystemExit as error:
-        (pytest.fail if os.environ.get("CI") and os.getuid() == 0 else pytest.skip)(str(error))
-    return ReleaseProcess(release)
 
 
 @pytest.fixture(scope="module", params=releases.RELEASES)
@@ -64,10 +58,94 @@ def test_live_bytes_are_those_of_1f1b_and_of_the_plan(release):
             assert measured <= 1.05 * units * activation, (name, found[name], activation)
 
 
+@pytest.mark.parametrize("layers_a_stage", [1, 2, 4])
+def test_live_bytes_of_zb_h1_with_few_layers(layers_a_stage):
+    """Where messages weigh most. What is kept until W of microbatches that are through must not be their graphs."""
+    case = dataclasses.replace(MEMORY, layers=layers_a_stage * MEMORY.pipeline)
+    with started(releases.AT_EACH_CI[-1]) as running:
+        of_1f1b, of_zb_h1 = (
+            max(rank["peak_bytes"] for rank in ranks)
+            for ranks in running.records(case, [None, {"schedule": "zb-h1"}], memory=True)
+        )
+    assert of_zb_h1 <= 1.05 * of_1f1b
+
+
 def test_the_patch_has_the_bits_of_1f1b():
     with started(releases.NEWEST):
         pass
     assert [line for line, right in prove.prove_patch() if not right] == []
+
+
+def test_the_patch_is_as_short_as_docs_say():
+    from apply_patch import PATCH
+
+    lines = PATCH.read_text().splitlines()
+    changed = [
+        line
+        for line in lines
+        if line[:1] in ("+", "-") and line[:3] not in ("+++", "---") and line[1:].strip()
+    ]
+    assert f"{len(changed)} changed lines" in (ROOT / "docs" / "megatron_compat.md").read_text()
+
+
+def descendants(pid):
+    """Of a process that runs: pids."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children] + [pid for child in children for pid in descendants(child)]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("ends", ["torchrun is terminated", "a rank is killed", "forward_step raises"])
+def test_a_run_that_ends_in_a_step_leaves_no_process(ends, tmp_path):
+    """Under torchrun, with the last rank in its second forward and the first waiting for it."""
+    with started(releases.AT_EACH_CI[-1]):
+        variables = release_process.environment(releases.AT_EACH_CI[-1])
+    folders = (variables["PYTHONPATH"], PACKAGE / "examples")
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+    what = "raise" if ends == "forward_step raises" else "sleep"
+    python = [sys.executable, "-S"]  # as release_process.py says
+    words = [
+        *python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        *python,
+    ]
+    script = str(ROOT / "tests" / "wheels" / "zbpp_light_in_a_step.py")
+    with (tmp_path / "errors").open("w+") as errors:
+        run = subprocess.Popen(
+            [*words, script, what],
+            env=variables,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        assert any(line == "in a step\n" for line in run.stdout), (tmp_path / "errors").read_text()
+        ranks = descendants(run.pid) if what == "sleep" else []
+        if ends == "torchrun is terminated":
+            run.terminate()
+        elif ends == "a rank is killed":
+            os.kill(ranks[-1], signal.SIGKILL)
+        assert run.wait(timeout=90) != 0
+        run.stdout.close()
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [pid for pid in ranks if is_alive(pid)]
+        if what == "raise":
+            said = (tmp_path / "errors").read_text()
+            assert "ArithmeticError: planted in forward_step" in said
+            assert "zbpp_light_in_a_step.py" in said
 
 
 def blocks(page, language):

@@ -85,7 +85,7 @@ def shuffled_rows(source, p, m):
 
 def test_messages_in_the_order_of_both_ends():
     """An end posts all messages before its own send, and before its receive: none of them may be a send that comes
-    later in its row. And what counts as delivered has been received."""
+    later in its row."""
     source = random.Random(1)
     for _ in range(60):
         p, m = source.randint(2, 6), source.randint(1, 8)
@@ -93,7 +93,7 @@ def test_messages_in_the_order_of_both_ends():
         schedules.check(rows, m)
         timing = schedules.timed(rows)
         for stage in range(p - 1):
-            order = schedules.between(timing, stage, m)
+            order = [(kind, i) for _, kind, i in schedules.between(timing, stage, m)]
             assert sorted(order) == sorted((kind, i) for kind in "FB" for i in range(m))
             place = {message: i for i, message in enumerate(order)}
             for row, sends, receives in ((rows[stage], "F", "B"), (rows[stage + 1], "B", "F")):
@@ -105,10 +105,6 @@ def test_messages_in_the_order_of_both_ends():
                     elif op[0] == receives:
                         own = [message for message in order[: place[op]] if message[0] == sends]
                         assert all(row.index(message) < row.index(op) for message in own), (rows, op)
-            delivered = schedules.done_before(rows[stage + 1], "F", "B")
-            assert delivered == [
-                sum(o[0] == "F" for o in rows[stage + 1][: rows[stage + 1].index(("B", i))]) for i in range(m)
-            ]
 
 
 @pytest.mark.parametrize(

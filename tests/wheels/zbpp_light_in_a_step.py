@@ -1,0 +1,33 @@
+"""extras/zbpp_light's example under torchrun, whose last rank stays in a forward step (`sleep`) or raises (`raise`)."""
+
+import sys
+import time
+
+import tiny_gpt
+import torch.distributed as dist
+import zbpp_light
+
+from megatron.core import parallel_state
+
+
+def main(what):
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+    plain, calls = tiny_gpt.forward_step, []
+
+    def forward_step(data, model):
+        calls.append(model)
+        if dist.get_rank() == dist.get_world_size() - 1 and len(calls) == 2:
+            print("in a step", flush=True)
+            if what == "raise":
+                raise ArithmeticError("planted in forward_step")
+            time.sleep(600)
+        return plain(data, model)
+
+    tiny_gpt.forward_step = forward_step
+    zbpp_light.patch_megatron()
+    tiny_gpt.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
