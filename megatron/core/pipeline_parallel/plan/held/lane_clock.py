@@ -95,14 +95,14 @@ class LaneClock:
         for unit in numbers if op[4] < 0 else numbers[op[4] : op[5]]:
             of_unit = self.units.unit(unit)
             if kind == UNSHARD:
-                cost = costs.unshard(of_unit, residency, first=unit not in self._gathered)
+                cost = costs.unshard(of_unit, first=unit not in self._gathered)
                 self._gathered[unit] = self._run(place, clock, cost)
             else:
                 if kind == HSDP_ALL_REDUCE:
                     clock = self._wait_for(unit, clock)
                 if len(self._under) == MOST_UNDER_WAY:
                     clock = self._wait_for(self._under[0][0], clock)
-                cost = (costs.reduce if kind == REDUCE else costs.outer_sum)(of_unit, residency)
+                cost = costs.reduce(of_unit, residency) if kind == REDUCE else costs.outer_sum(of_unit)
                 self._under.append((unit, self._run(place, clock, cost)))
                 if not residency.overlap_reduce:
                     clock = self._wait_for(unit, clock)

@@ -117,6 +117,7 @@ class RowWalk:
     ) -> None:
         self.row, self.units, self.residency, self.forward_only = row, units, residency, forward_only
         self.moves, self.repeated, self.boundaries = Moves(), Moves(), list[Held]()
+        self.num_gathers = 0
         self.weights_changed = True
         self.peak = self.fullest = self.most = Held(-1, -1, 0, 0, 0, 0.0)
         self._every, self._peak_total = every, 0.0
@@ -247,7 +248,7 @@ class RowWalk:
         return before.moves
 
     def _unshard(self, unit: int) -> str:
-        size, moves = self.units.weight_bytes[unit], self.moves
+        size, moves, one = self.units.weight_bytes[unit], self.moves, self.units.unit(unit)
         if not self._gathers:
             return f"{self._name(unit)} is whole at rest"
         if unit in self._readable:
@@ -255,13 +256,15 @@ class RowWalk:
         if not size:
             return f"{self._name(unit)} has no weights to gather"
         self._readable.add(unit)
+        self.num_gathers += 1
         if self._weights_sharded:
             self._gathered += size
-        if self.residency.ways > 1 and (self._weights_sharded or self.weights_changed):
-            moves.gathers += Moved(1, size)
-        over_instances = self.residency.outer_optimizer and self.residency.outer > 1
-        if over_instances and self.weights_changed and unit not in self._gathered_before:
-            moves.outer_gathers += Moved(1, self.units.unit(unit).outer_weight_bytes)
+        for share in one.cut if self._weights_sharded or self.weights_changed else ():
+            if share.gathered:
+                moves.gathers += Moved(1, share.gathered)
+        for share in one.repeated if self.weights_changed and unit not in self._gathered_before else ():
+            if share.gathered:
+                moves.outer_gathers += Moved(1, share.gathered)
         self._gathered_before.add(unit)
         return ""
 
@@ -283,8 +286,8 @@ class RowWalk:
             return f"{self._name(unit)} has no gradients since they were last summed"
         if unit in self._outer_summed:
             return f"{self._name(unit)} was summed over instances already"
-        if self.residency.ways > 1:
-            self.moves.reductions += Moved(self.units.unit(unit).reduce_calls, self.units.grad_bytes[unit])
+        for share in self.units.unit(unit).cut:
+            self.moves.reductions += Moved(share.calls, share.reduced)
         self._groups[unit].append(self._fresh[unit])
         self._fresh[unit] = {}
         if self._grads_sharded:
@@ -292,7 +295,8 @@ class RowWalk:
         return ""
 
     def _outer_sum(self, unit: int) -> str:
-        if self.residency.outer == 1:
+        one = self.units.unit(unit)
+        if not one.repeated:
             return f"{self._name(unit)} has no other instances"
         if not self._groups[unit] or self._fresh[unit] or unit in self._open:
             return f"{self._name(unit)} is summed over instances before its last reduction"
@@ -300,8 +304,8 @@ class RowWalk:
             return f"{self._name(unit)} is summed over instances twice"
         self._outer_summed.add(unit)
         self._gradients.outer_sum(unit)
-        one = self.units.unit(unit)
-        self.moves.outer_sums += Moved(one.outer_calls, one.outer_grad_bytes)
+        for share in one.repeated:
+            self.moves.outer_sums += Moved(share.calls, share.reduced)
         return ""
 
     def _all_through(self, place: int) -> None:
@@ -316,7 +320,7 @@ class RowWalk:
             return f"{self._name(unit)} is still gathered here"
         if self._fresh[unit]:
             return f"gradients of {self._name(unit)} are never reduced"
-        if self._groups[unit] and self.residency.outer > 1 and unit not in self._outer_summed:
+        if self._groups[unit] and self.units.unit(unit).repeated and unit not in self._outer_summed:
             return f"gradients of {self._name(unit)} are not summed over instances"
         return ""
 
