@@ -87,9 +87,17 @@ def held_over_time(simulation: Simulation) -> list[Moments]:
     if not simulation.timeline.lanes:
         return [activations_over_time(simulation, rank) for rank in range(len(simulation.plan.rows))]
     plan, costs = simulation.plan, simulation.costs
-    words = {"costs": costs if counts_bytes(simulation) else None, "forward_only": plan.forward_only}
+    counted, forward_only = costs if counts_bytes(simulation) else None, plan.forward_only
     walks = [
-        RowWalk(row, lane.units, lane.lanes, costs.durations(), every=True, **words)
+        RowWalk(
+            row,
+            lane.units,
+            lane.lanes,
+            costs.durations(),
+            costs=counted,
+            forward_only=forward_only,
+            every=True,
+        )
         for row, lane in zip(plan.rows, simulation.timeline.lanes, strict=True)
     ]
     timeline, found = execute(plan, costs, walks=walks), []

@@ -7,6 +7,7 @@ whole at rest, none of them are transient.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -127,7 +128,8 @@ class RowWalk(LaneClock):
         self.weights_changed = True
         self.peak = self.fullest = self.most = Held(-1, -1, 0, 0, 0, 0.0)
         self._every, self._peak_total = every, 0.0
-        self._activations = None if costs is None else activations(row, costs, forward_only=forward_only)
+        held = () if costs is None else activations(row, costs, forward_only=forward_only)
+        self._activations = {place: (during, after) for place, during, after in held}
         self._activation, self._whole_bytes = 0.0, 0
         self._gradients = WholeGradients(units, self.under)
         self._groups: list[list[dict[int, int]]] = [[] for _ in range(len(units))]
@@ -160,6 +162,11 @@ class RowWalk(LaneClock):
         self.end(clock)
         return self
 
+    def copied(self) -> RowWalk:
+        """The state at this moment, to try something from here on, or to go back to."""
+        given = (self.row, self.units, self.lanes, self.durations, self._activations)
+        return copy.deepcopy(self, {id(fixed): fixed for fixed in given})
+
     def do(self, place: int, op: ir.RawOp, clock: float) -> float:
         if self._inside and IS_BESIDE[op[0]] and op[3] < self._inside[-1][1][3]:
             raise self._wrong(place, op, "stands behind one of a later moment")
@@ -176,9 +183,7 @@ class RowWalk(LaneClock):
         self._note(len(self.row) - 1, -1, clock)
 
     def _compute(self, place: int, op: ir.RawOp, clock: float) -> float:
-        after = 0.0
-        if self._activations is not None:
-            _, self._activation, after = next(self._activations)
+        self._activation, after = self._activations.get(place, (0.0, 0.0))
         clock = super()._compute(place, op, clock)
         self._activation = after
         if self._every:
