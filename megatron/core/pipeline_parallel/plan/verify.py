@@ -108,7 +108,7 @@ class _Check:
             if IS_BESIDE[kind]:
                 self.has_lanes = True
                 continue
-            if part or (first >= 0 and kind != ir.W):
+            if part or (first >= 0 and not ir.KINDS[kind].has_units):
                 wrong = "only a W has parts, of units"
             elif not 0 <= stage < len(mine) or not mine[stage]:
                 wrong = "the stage is not on this rank"
