@@ -134,7 +134,9 @@ def planned_and_counted(ours: OurPipeline) -> tuple[dict[str, int], dict[str, tu
     row, units = plan.rows[rank], RankUnits(rank, plan.placement, spec.stages_units)
     walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
     # Cut gradients have no memory at rest before their unit's first reduction.
-    shards = [size // spec.residency.ways * spec.residency.grads_sharded for size in units.grad_bytes]
+    shards = [
+        size // ours.ps.dp_reduce_group.size * spec.residency.grads_sharded for size in units.grad_bytes
+    ]
     summed_at = first_reductions(row, units)
     at_rest = ours.engine.persistent_bytes() - sum(shards)
 

@@ -14,13 +14,14 @@ from megatron.core.distributed.data_parallel_config import DistributedDataParall
 from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import Access, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import BW, REDUCE, W
 from megatron.core.pipeline_parallel.plan.lanes import UnderWay, lane_of
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
+from megatron.core.sharding_table import RankGroup
 from megatron.core.transport.parallel_state import ParallelState
 from tests.harness.ranks import RankContext
 
@@ -33,11 +34,14 @@ def sharded(order: Simulation, policy: str, wire: LaneCosts) -> Simulation:
     wire: in ms, and bytes a ms."""
     place, size = order.plan.placement, 4 * NUMEL
     names = [[f"unit {stage}.{unit}" for unit in range(UNITS)] for stage in range(place.num_stages)]
-    units = [tuple(UnitCosts(name, weight_bytes=size, grad_bytes=size) for name in one) for one in names]
+    units = [
+        tuple(UnitCosts(name, shares=(Share(RankGroup("dp", DP), size, size),)) for name in one)
+        for one in names
+    ]
     forward = tuple((unit,) for unit in range(UNITS))
     stages = tuple(StageUnits(one, forward, forward[::-1]) for one in units)
     budget = (place.num_chunks * UNITS * size,) * place.num_ranks if policy == "budget" else None
-    lanes = Lanes(stages, Residency(STRATEGY, ways=DP, policy=policy, budget=budget), wire)
+    lanes = Lanes(stages, Residency(STRATEGY, policy=policy, budget=budget), wire)
     plan = add_residency(order.plan, stages, lanes.residency, order.costs, wire)
     return simulate(plan, order.costs, lanes)
 
@@ -80,7 +84,7 @@ class SlowEngine:
         self.gathers = SimpleNamespace(start=self._gather, wait=self._wait, free=self.engine.gathers.free)
         self.reductions = SimpleNamespace(start=self._reduce, start_outer=self.engine.reductions.start_outer)
         unit = lanes.stages[0].units[0]  # as all others
-        self._gather_s = MS * lanes.costs.unshard(unit, lanes.residency, first=False)
+        self._gather_s = MS * lanes.costs.unshard(unit, first=False)
         self._reduce_s = MS * lanes.costs.reduce(unit, lanes.residency)
         self._there_s = [0.0] * len(self.engine.units)
         self._under_way: UnderWay[float] = UnderWay()  # reductions: when they are there

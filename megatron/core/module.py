@@ -7,6 +7,7 @@ import dataclasses
 from torch import Tensor, nn
 
 from megatron.core.param_meta import ParamMeta
+from megatron.core.unit_accesses import Accesses
 from megatron.core.weight_grad import WeightGradAccumulator
 
 
@@ -46,15 +47,6 @@ class ModelUnit:
     begins_with_lookup: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class UnitAccesses:
-    """The names of units that are needed together, in the order of the forward and in that of the backward. Also those
-    of units that another chunk of the rank declares and this one reads."""
-
-    forward: tuple[tuple[str, ...], ...]
-    backward: tuple[tuple[str, ...], ...]
-
-
 class ModelError(ValueError):
     """A model, its provider or its loss function cannot do what the flags ask of it."""
 
@@ -70,8 +62,8 @@ class MegatronModule(nn.Module):
         exactly one. None: to be derived from --fsdp-unit-modules."""
         return None
 
-    def unit_accesses(self) -> UnitAccesses | None:
-        """In which order computations need the units (plan/units.py, [Note: accesses]). None: one by one, in the order
+    def unit_accesses(self) -> Accesses[str] | None:
+        """In which order computations need the units (held/units.py, [Note: accesses]). None: one by one, in the order
         in which their modules are registered, and in the backward in reverse."""
         return None
 

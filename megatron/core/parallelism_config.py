@@ -182,6 +182,11 @@ class ModelParallelConfig:
     )
 
     @property
+    def keeps_copies(self) -> bool:
+        """Whether a step is taken back by copies of what it changes."""
+        return self.enable_optimizer_post_validation and self.post_validation_rollback == "snapshot"
+
+    @property
     def timers_window(self) -> tuple[int, int]:
         """Iterations of the pipeline that are measured: the first, and the first one behind them."""
         return self.zero_bubble_pipeline_timers_start_iter, self.zero_bubble_pipeline_timers_end_iter

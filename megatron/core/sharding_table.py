@@ -98,6 +98,16 @@ def outer_cut_of_nothing(outer: str, place: ShardPlace) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class RankGroup:
+    """Ranks that share the states of units, such as "dp". size: how many they are. instances: they do not cut these
+    states, but each has the same ones ("outer")."""
+
+    name: str
+    size: int
+    instances: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class ShardPlace:
     """Where a rank stands among those that share the work."""
 
@@ -113,6 +123,11 @@ class ShardPlace:
     @property
     def dp_size(self) -> int:
         return self.inner_size * self.outer_size
+
+    @property
+    def groups(self) -> tuple[RankGroup, RankGroup]:
+        """The ranks that cut states, and the instances that repeat them."""
+        return RankGroup("dp", self.inner_size), RankGroup("outer", self.outer_size, instances=True)
 
     def ways(self, cut: ShardOver) -> int:
         """Into how many equal parts a buffer is sharded."""

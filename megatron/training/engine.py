@@ -26,13 +26,15 @@ from megatron.core.weight_grad import WeightGradAccumulator
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A model chunk: what one of this rank's pipeline stages holds. sink: None for a model that is not ours."""
+    """A model chunk: what one of this rank's pipeline stages holds. sink: None for a model that is not ours.
+    is_described: it is the GPT that the flags describe, so that they say what it holds."""
 
     stage: int
     spec: StageSpec
     module: nn.Module
     context: ModelContext
     sink: WeightGradAccumulator | None
+    is_described: bool = False
 
     def set_input(self, hidden: Tensor | None) -> None:
         """Megatron's way to hand a stage what the one before has computed. Nothing on a stage that embeds."""
@@ -55,6 +57,11 @@ class Engine:
     def memory_tracker(self) -> MemoryTracker:
         """What this rank's engine holds."""
         return self.model.memory_tracker
+
+    @property
+    def is_described(self) -> bool:
+        """Whether flags say what all its chunks hold."""
+        return all(chunk.is_described for chunk in self.chunks)
 
     @property
     def declares_units(self) -> bool:

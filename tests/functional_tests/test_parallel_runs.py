@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.pipeline_parallel.plan.residency import groups_of
 from tests.harness import launch
 from tests.harness.runs import assert_same_bits, assert_same_but_for_rounding, runs_of
 from tools import show_schedule
@@ -226,8 +227,8 @@ def test_a_timeline_says_what_gathers_and_reductions_are_about(run):
     flags = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
     timed = run(2, f"{LOGGED} {flags} --log-pipeline-timeline times")
     step = chosen_step(timed.folder / "times", None)
-    assert (step.plan.residency.strategy, step.plan.residency.ways) == ("optim_grads_params", 2)
-    assert step.lanes.residency.ways == 2
+    assert (step.plan.residency.strategy, step.plan.residency.size_of("dp")) == ("optim_grads_params", 2)
+    assert groups_of(step.lanes.stages)[0].size == 2
     assert step.at_rest == tuple(timed.plan["persistent_bytes_per_rank"][:1])
     assert sum(unit.activation for unit in step.lanes.stages[0].units) > 0
     assert step.lanes.costs.bandwidth > 1e3  # bytes a second

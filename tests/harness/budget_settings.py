@@ -14,13 +14,21 @@ import sys
 
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.unit_costs import stage_units
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, StateBytes, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import (
+    RankUnits,
+    Share,
+    StageUnits,
+    StateBytes,
+    UnitCosts,
+)
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import RankBudget, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.sharding_table import STRATEGIES as ROWS
+from megatron.core.sharding_table import ShardPlace
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 
@@ -70,13 +78,10 @@ class Setting:
 
     def budget(self, limit, strategies=STRATEGIES):
         """Of a limit in bytes, the same on all ranks."""
-        cut = {"optim": (1, 1), "optim_grads": (1, self.dp), "optim_grads_params": (self.dp, self.dp)}
-        rows = []
+        rows, place = [], ShardPlace(inner_size=self.dp)
         for one in strategies:
-            weights, grads = cut[one]
-            at_rest = ((2, weights), (4, grads), (12, self.dp))
-            sizes = StateBytes(128 * self.dp, 2, self.grad, at_rest, self.dp)
-            asked = Residency(one, ways=self.dp, policy="budget", limit=(float(limit),) * self.pp)
+            sizes = StateBytes(ROWS[one], place, 128 * self.dp, 2, self.grad, 4, optimizer=12)
+            asked = Residency(one, policy="budget", limit=(float(limit),) * self.pp)
             rows.append((asked, sizes))
         return RankBudget(tuple(rows), FLOPS, self.wire * MACHINE / self.tp)
 
@@ -107,7 +112,7 @@ class Setting:
         plan = plan_for(spec, self.num_microbatches, PlanPurpose.TRAIN)  # no lanes: nothing is chosen by them
         lanes = self.budget(1).lanes(costs.layer().f)
         walks = verify_residency(plan, spec.stages_units, asked, spec.costs)
-        rests = (RankUnits(rank, plan.placement, spec.stages_units).shard_bytes for rank in range(self.pp))
+        rests = (RankUnits(rank, plan.placement, spec.stages_units).bytes_at_rest for rank in range(self.pp))
         peak = max(rest + walk.peak.total for rest, walk in zip(rests, walks, strict=True))
         return timed(dataclasses.replace(spec, lanes=lanes), plan), peak
 
@@ -119,11 +124,13 @@ def timed(spec, plan):
 
 def _one_unit(stage):
     """All that a stage has is gathered and reduced together."""
-    sums = {
-        name: sum(getattr(unit, name) for unit in stage.units)
-        for name in ("f", "b", "w", "weight_bytes", "grad_bytes", "shard_bytes")
-    }
-    return StageUnits((UnitCosts(stage.units[0].name, **sums),), ((0,),), ((0,),))
+    times = [sum(getattr(unit, name) for unit in stage.units) for name in ("f", "b", "w")]
+    weights, grads, rest = (
+        sum(getattr(unit, name) for unit in stage.units)
+        for name in ("weight_bytes", "grad_bytes", "bytes_at_rest")
+    )
+    together = Share(stage.units[0].shares[0].group, weights, grads, rest)
+    return StageUnits((UnitCosts(stage.units[0].name, *times, shares=(together,)),), ((0,),), ((0,),))
 
 
 @dataclasses.dataclass(frozen=True)

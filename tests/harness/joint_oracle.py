@@ -132,12 +132,12 @@ class _Search:
         self.costs, self.last, self.total, self.cutoff = spec.costs, len(stages) - 1, total, cutoff
         self.units = units = RankUnits(rank, spec.placement, stages)
         self.mine = sorted(spec.local_stages(rank))
-        self.room = residency.limit[rank] - units.shard_bytes + ROUNDING
+        self.room = residency.limit[rank] - units.bytes_at_rest + ROUNDING
         self.takes = spec.costs.durations()
         every = [units.unit(number) for number in range(len(units))]
-        self.gather = [lanes.unshard(one, residency, first=False) for one in every]
+        self.gather = [lanes.unshard(one, first=False) for one in every]
         self.reduce = [lanes.reduce(one, residency) for one in every]
-        early = self._earliest(lanes.unshard(stages[0].units[0], residency, first=True))
+        early = self._earliest(lanes.unshard(stages[0].units[0], first=True))
         self.arrivals = [op for op in early if op[1] not in self.mine and self._goes_to(op) in self.mine]
         self.sends = [
             op for op in early if op[1] in self.mine and self._goes_to(op) not in (*self.mine, None)

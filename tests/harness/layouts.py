@@ -152,7 +152,7 @@ class Run:
             self.engine,
             forward_step,
             self.spec,
-            work=self.spec.stages_units,
+            described=self.config.units_of(self.spec) if self.engine.is_described else None,
         )
         self.global_batch, self.masked = global_batch, masked
         self.num_microbatches = global_batch // layout.dp

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, DataParallelLane, Placed
+from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.traffic import Traffic
 from tests.harness.layouts import Run
 
@@ -42,7 +43,8 @@ def traffic_of_plan(run: Run) -> Traffic:
     moves, residency = walk_of(run).moves, run.runner.spec.residency
     assert residency is not None, "data parallelism has nothing to do"
     sums = "all_reduce" if residency.strategy == "no_shard" else "reduce_scatter"
-    outer = "outer_reduce_scatter" if residency.outer_optimizer else "outer_all_reduce"
+    cuts = run.engine.model.sharding.optimizer is ShardOver.FULL
+    outer = "outer_reduce_scatter" if cuts else "outer_all_reduce"
     told = {
         "all_gather": moves.gathers,
         sums: moves.reductions,

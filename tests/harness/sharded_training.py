@@ -203,7 +203,7 @@ def train_sharded(
 
 def moved_by(engine: Any) -> dict[str, tuple[int, int]]:
     """Calls and bytes of the engine's last step, by collective, of those that were called."""
-    kinds = [field.name for field in dataclasses.fields(engine.traffic) if field.name != "waited_s"]
+    kinds = [field.name for field in dataclasses.fields(engine.traffic) if field.compare]
     told = {kind: getattr(engine.traffic, kind) for kind in kinds}
     return {kind: (moved.calls, moved.payload_bytes) for kind, moved in told.items() if moved.calls}
 

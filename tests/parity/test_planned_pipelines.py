@@ -80,7 +80,7 @@ def gradients(ctx, run):
     own = pickle.dumps(dict(zip(mine, engine.stage_units(), strict=True)))
     told = [pickle.loads(part) for part in host_data.all_gather_bytes(own, ps.pp_group)]
     units = {stage: one for part in told for stage, one in part.items()}
-    residency = Residency(run.strategy, ways=2, policy=run.policy)
+    residency = Residency(run.strategy, policy=run.policy)
     planned = add_residency(plan, [units[stage] for stage in sorted(units)], residency, costs)
 
     def stage_of(model, stage):

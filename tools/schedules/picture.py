@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Plan
+from megatron.core.pipeline_parallel.plan.residency import groups_of, over_ranks
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, waiting_share
 from megatron.core.words import counted, plain, share_text, size_text
 from tools.drawing.lanes import Box, Bracket, Lane, Stack, Strip, lanes
@@ -65,7 +66,7 @@ class HeldCurves:
         self.unit = "bytes" if counts_bytes(simulation) else unit
         self._held: list[list[tuple[float, list[float]]]] = []  # by rank: time, sums of kinds from below
         for rank, held in enumerate(held_over_time(simulation)):
-            of_units = wires[rank].units.shard_bytes if wires else 0.0
+            of_units = wires[rank].units.bytes_at_rest if wires else 0.0
             rest = float(of_units if at_rest is None else at_rest[rank])
             moments = [(0.0, [rest] * len(_MEMORY))]
             for at, one in held:
@@ -151,9 +152,10 @@ def how_counted(simulation: Simulation) -> str:
 
 def general(simulations: Iterable[Simulation]) -> str:
     """What figures and lanes of pictures mean."""
-    if not (wires := [lane.lanes.residency for one in simulations for lane in one.timeline.lanes]):
+    if not (wires := [lane.lanes for one in simulations for lane in one.timeline.lanes]):
         return COUNTED
-    shared = f"{wires[0].ways} ranks share each stage ({wires[0].strategy}, policy {wires[0].policy})"
+    asked, ranks = wires[0].residency, over_ranks(groups_of(wires[0].stages))
+    shared = f"{ranks} share each stage ({asked.strategy}, policy {asked.policy})"
     return (
         f"{COUNTED} {shared}: the wire of a rank gathers weights before they are used and reduces gradients."
     )

@@ -12,15 +12,16 @@ import dataclasses
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, PlanError, Row, op_text
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency, groups_of, over_ranks
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
+from megatron.core.sharding_table import RankGroup
 from megatron.core.words import counted, plain, share_text, size_text
 
 
@@ -37,7 +38,7 @@ class Shown:
 
     def peak(self, rank: int) -> float:
         """The most that a rank holds in all, states at rest too, where activations are bytes."""
-        return self.simulation.timeline.lanes[rank].units.shard_bytes + self.walks[rank].peak.total
+        return self.simulation.timeline.lanes[rank].units.bytes_at_rest + self.walks[rank].peak.total
 
 
 def check(args: argparse.Namespace) -> None:
@@ -76,10 +77,9 @@ def shown(args: argparse.Namespace, simulation: Simulation) -> Shown | None:
     if args.data_parallel_size is None:
         return None
     plan, costs, size = simulation.plan, simulation.costs, args.layer_bytes or 1
-    stages = _equal_layers(args.num_layers, size, plan.placement, costs)
-    residency = _residency(args, plan.placement.num_ranks)
+    residency, ways = _residency(args, plan.placement.num_ranks), args.data_parallel_size
+    stages = _equal_layers(args.num_layers, size, plan.placement, costs, ways)
     plan = add_residency(plan, stages, residency, costs)
-    ways = residency.ways
     lane = LaneCosts()
     if args.time_gather:
         lane = LaneCosts(bandwidth=size * (ways - 1) / (ways * args.time_gather))
@@ -95,8 +95,8 @@ def shown(args: argparse.Namespace, simulation: Simulation) -> Shown | None:
 def moves_of_one_stage(strategy: str, num_layers: int, num_microbatches: int, ways: int) -> tuple[int, int]:
     """Gathers and reductions of a step by the plan of one stage of equal layers, each a unit."""
     plan = build_plan("1f1b", Request(1, num_microbatches))
-    costs, residency = CostModel.of_ranks(plan.placement), Residency(strategy, ways)
-    stages = _equal_layers(num_layers, 1, plan.placement, costs)
+    costs, residency = CostModel.of_ranks(plan.placement), Residency(strategy)
+    stages = _equal_layers(num_layers, 1, plan.placement, costs, ways)
     moves = verify_residency(add_residency(plan, stages, residency, costs), stages, residency)[0].moves
     return moves.gathers.calls, moves.reductions.calls
 
@@ -116,14 +116,13 @@ def _residency(args: argparse.Namespace, num_ranks: int) -> Residency:
         )
     return Residency(
         strategy,
-        args.data_parallel_size,
         policy=policy,
         budget=None if budget is None else (budget,) * num_ranks,
     )
 
 
 def _equal_layers(
-    num_layers: int, layer_bytes: int, placement: Placement, costs: CostModel
+    num_layers: int, layer_bytes: int, placement: Placement, costs: CostModel, ways: int
 ) -> tuple[StageUnits, ...]:
     """Each stage has as many, and a layer its share of the stage's times."""
     count = num_layers // placement.num_stages
@@ -140,8 +139,7 @@ def _equal_layers(
                     costs.f[stage] / count,
                     costs.b[stage] / count,
                     costs.w[stage] / count,
-                    weight_bytes=layer_bytes,
-                    grad_bytes=layer_bytes,
+                    shares=(Share(RankGroup("dp", ways), layer_bytes, layer_bytes),),
                 )
                 for unit in range(count)
             ),
@@ -161,7 +159,7 @@ def figures(found: Shown) -> dict[str, object]:
     return {
         "strategy": found.residency.strategy,
         "policy": found.residency.policy,
-        "data_parallel_size": found.residency.ways,
+        "data_parallel_size": groups_of(found.stages)[0].size,
         "unit": found.unit,
         "layers_per_stage": len(found.stages[0].units),
         "makespan": simulation.makespan,
@@ -188,7 +186,7 @@ def told(found: Shown, *, rows: bool) -> str:
     """Of each rank what it moves and holds, and its row: a computation a line, with what is done before it and what is
     done while it runs."""
     simulation, residency = found.simulation, found.residency
-    head = f"{residency.strategy} over {residency.ways} ranks, policy {residency.policy}: "
+    head = f"{residency.strategy} over {over_ranks(groups_of(found.stages))}, policy {residency.policy}: "
     units = counted(len(found.stages[0].units), "layer" if residency.limit is None else "unit")
     lines = [f"{head}{units} a stage, makespan {plain(simulation.makespan, 5)}"]
     for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True)):

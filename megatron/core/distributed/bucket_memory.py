@@ -24,6 +24,7 @@ from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace
 from megatron.core.transport.parallel_state import Group
+from megatron.core.transport.traffic import Traffic, traffic_of
 
 _FLAGS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _FLAGS.items()}
@@ -47,6 +48,17 @@ class ArenaGroups:
     gather: Group
     reduce: Group
     outer: Group
+
+    @property
+    def place(self) -> ShardPlace:
+        """Of this rank in them."""
+        inner, outer = self.reduce, self.outer
+        return ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
+
+    def moved(self) -> Traffic:
+        """Since they were made."""
+        inner, outer = (self.gather.traffic, self.reduce.traffic), self.outer
+        return traffic_of(*inner, outer.traffic, (self.reduce.size, outer.size))
 
 
 @dataclasses.dataclass(frozen=True)

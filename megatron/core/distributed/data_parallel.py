@@ -17,6 +17,7 @@ are added, which `FlatBuffer.grads_divided_by` records and the optimizer takes i
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.protocols import GradListener, GradSync
 from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace, outer_cut_of_nothing, sharding_of
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.transport.traffic import Traffic, traffic_of
+from megatron.core.transport.traffic import Traffic
 
 
 class DistributedDataParallel(GradSync):
@@ -73,7 +74,8 @@ class DistributedDataParallel(GradSync):
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
         self._chunks = own = ModelChunks(modules, None if stages is None else tuple(stages))
         self.ps, self.config = ps, config
-        self.place = place_of(ps)
+        groups = ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group)
+        self.place = groups.place
         self.sharding = effective_sharding(config, self.place)
         self.memory_tracker = MemoryTracker()
         if param_meta is None:
@@ -97,7 +99,7 @@ class DistributedDataParallel(GradSync):
             units=dict.fromkeys(own.parameters, "") | unit_of,
             new_full=memory.new,
             reading=reading,
-            groups=ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group),
+            groups=groups,
             tracker=self.memory_tracker,
         )
         self.gathers = AllGatherPipeline(names, self.buffer, memory, config.overlap_param_gather)
@@ -129,7 +131,7 @@ class DistributedDataParallel(GradSync):
     def residency(self, pipeline_ranks: int, chosen: Residency | None = None) -> Residency:
         """How it cuts states, for plans. chosen: whose limit, if it has one, is kept to."""
         element = max((arena.weights.element_size() for arena in self.buffer.arenas), default=1)
-        asked = residency_of(self.config, self.sharding, self.place, pipeline_ranks, element_bytes=element)
+        asked = residency_of(self.config, self.sharding, pipeline_ranks, element_bytes=element)
         return asked if chosen is None or chosen.limit is None else asked.within(chosen.limit)
 
     def stage_units(self) -> tuple[StageUnits, ...]:
@@ -138,13 +140,13 @@ class DistributedDataParallel(GradSync):
 
     def unit_number(self, chunk: int, unit: int) -> int:
         """In `units`, of a chunk's unit."""
-        return self._found.chunks[chunk].numbers[unit]
+        return self._found.chunks[chunk].units[unit]
 
     def unit_modules(self) -> tuple[tuple[tuple[nn.Module, ...], ...], ...]:
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
         inside = [{id(one) for one in module.modules()} for module in self.chunks]
         return tuple(
-            tuple(tuple(m for m in self.units[number].modules if id(m) in here) for number in chunk.numbers)
+            tuple(tuple(m for m in self.units[number].modules if id(m) in here) for number in chunk.units)
             for chunk, here in zip(self._found.chunks, inside, strict=True)
         )
 
@@ -154,7 +156,7 @@ class DistributedDataParallel(GradSync):
         return tuple(
             {
                 key: place
-                for place, number in enumerate(chunk.numbers)
+                for place, number in enumerate(chunk.units)
                 for name in self.units[number].names
                 for key in keys.get(name, ())
             }
@@ -241,13 +243,16 @@ class DistributedDataParallel(GradSync):
         """What the step under way has moved, or the last one: with the gathers of the weights that it began with."""
         return self._moved() - self._counted_from if self.is_stepping else self._of_step
 
+    @functools.cached_property
+    def groups(self) -> tuple[ArenaGroups, ...]:
+        """All that communicate about a part of the model."""
+        return tuple(
+            {id(groups): groups for groups, _ in self.buffer.by_groups(self.buffer.buckets)}.values()
+        )
+
     def _moved(self) -> Traffic:
         """Since the groups were made."""
-        everyone = {id(groups): groups for groups, _ in self.buffer.by_groups(self.buffer.buckets)}
-        counted = (
-            traffic_of(one.gather.traffic, one.reduce.traffic, one.outer.traffic) for one in everyone.values()
-        )
-        return sum(counted, start=Traffic())
+        return sum((groups.moved() for groups in self.groups), start=Traffic())
 
     def _find_units(self, chunks: ModelChunks, declared: Sequence[ModelUnit] | None) -> EngineUnits:
         return find_engine_units(chunks, declared, self.config, self.sharding, self.place.dp_size)
@@ -270,11 +275,6 @@ class DistributedDataParallel(GradSync):
             lasting = frozenset(range(len(self.units)))
         slots = plan_slots(len(self.units), lasting=lasting)
         return DoubleBuffer(self.memory_tracker, {unit.name: slots[unit.index] for unit in self.units})
-
-
-def place_of(ps: ParallelState) -> ShardPlace:
-    inner, outer = ps.dp_reduce_group, ps.dp_outer_group
-    return ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
 
 
 def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace) -> Sharding:

@@ -17,8 +17,9 @@ import torch
 
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits, with_work_of
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, differing
 from megatron.core.pipeline_parallel.plan.planned_residency import StepMoves
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.transport import collectives, host_data
@@ -29,16 +30,28 @@ _LARGEST = 1 << 22
 
 
 def units_of_all_stages(
-    model: DistributedDataParallel, stages: Sequence[int], work: Sequence[StageUnits] | None = None
+    model: DistributedDataParallel, stages: Sequence[int], described: Sequence[StageUnits] | None = None
 ) -> tuple[StageUnits, ...]:
-    """Of every stage of the pipeline, as its ranks have built it. stages: of this rank, by chunk. work: of all stages,
-    what units take by formula; it is divided by bytes where a stage has other units. Communicates over the world."""
-    own = {
-        str(stage): dataclasses.asdict(with_work_of(units, None if work is None else work[stage]))
-        for stage, units in zip(stages, model.stage_units(), strict=True)
-    }
+    """Of every stage of the pipeline. stages: of this rank, by chunk. described: of all stages, by flags; what ranks
+    have built has to be that. None: what they have built. Communicates over the world.
+
+    Raises ModelError on every rank alike, naming a unit, where one was built otherwise.
+    """
+    own = dict(zip(stages, model.stage_units(), strict=True))
+    if described is not None:
+        wrong = [(stage, differing(described[stage], built)) for stage, built in own.items()]
+        for stage, why in (
+            one for of_rank in host_data.all_gather_json(wrong, model.ps.control_group) for one in of_rank
+        ):
+            if why is not None:
+                raise ModelError(
+                    f"stage {stage} is not what its plan was made from: {why}. The plan is made from the flags: "
+                    "give those of this model, or derive a class of your own from GPTModel, which is planned as built"
+                )
+        return tuple(described)
+    mine = {str(stage): dataclasses.asdict(units) for stage, units in own.items()}
     told: dict[int, StageUnits] = {}
-    for of_rank in host_data.all_gather_json(own, model.ps.control_group):
+    for of_rank in host_data.all_gather_json(mine, model.ps.control_group):
         for stage, content in of_rank.items():
             units = StageUnits.of_dict(content)
             known = told.setdefault(int(stage), units)
@@ -47,26 +60,32 @@ def units_of_all_stages(
 
 
 def measured_wire(model: DistributedDataParallel) -> LaneCosts:
-    """In ns, and bytes a ns, of the slowest rank of the world; see [Note: the wire by itself]. A gather and a reduction
-    of equal size count as the mean of both. Of the outer group where inner ranks are one. Communicates over the gather
-    and reduce groups, or the outer one, and over the world."""
-    ps = model.ps
-    groups = next(iter(model.buffer.by_groups(model.buffer.buckets)))[0]
-    gather, reduce = (
-        (groups.gather, groups.reduce) if groups.gather.size > 1 else (groups.outer, groups.outer)
-    )
-    largest = max(unit.weight_bytes for stage in model.stage_units() for unit in stage.units)
-    numels = (_SMALL, min(_LARGEST, max(4 * _SMALL, largest // 4 // gather.size)))
-    seconds = []
-    for numel in numels:
-        part = torch.zeros(numel, device=ps.device.torch_device)
-        whole = torch.zeros(numel * gather.size, device=ps.device.torch_device)
-        gathers = functools.partial(collectives.all_gather, whole, part, gather)
-        reduces = functools.partial(collectives.reduce_scatter, part, whole, reduce)
-        seconds.append(sum(_median_seconds(call, ps.device) for call in (gathers, reduces)) / 2)
-    told = host_data.all_gather_json(seconds, ps.control_group)
-    small_s, large_s = (max(one[at] for one in told) for at in (0, 1))
-    moved = [4 * numel * (gather.size - 1) for numel in numels]
+    """In ns, and bytes a ns, of the slowest rank of the world and its slowest group; see [Note: the wire by itself]. A
+    gather and a reduction of equal size count as the mean of both. Of instances where inner ranks are one. Communicates
+    over the gather and reduce groups, or the outer ones, and over the world."""
+    shares = (share for stage in model.stage_units() for unit in stage.units for share in unit.shares)
+    largest = max(share.gathered for share in shares)
+    lines = []
+    for groups in model.groups:
+        inner = groups.gather.size > 1
+        gather, reduce = (groups.gather, groups.reduce) if inner else (groups.outer, groups.outer)
+        numels = (_SMALL, min(_LARGEST, max(4 * _SMALL, largest // 4 // gather.size)))
+        seconds = []
+        for numel in numels:
+            part = torch.zeros(numel, device=model.ps.device.torch_device)
+            whole = torch.zeros(numel * gather.size, device=model.ps.device.torch_device)
+            gathers = functools.partial(collectives.all_gather, whole, part, gather)
+            reduces = functools.partial(collectives.reduce_scatter, part, whole, reduce)
+            seconds.append(sum(_median_seconds(call, model.ps.device) for call in (gathers, reduces)) / 2)
+        told = host_data.all_gather_json(seconds, model.ps.control_group)
+        small_s, large_s = (max(one[at] for one in told) for at in (0, 1))
+        lines.append(_line(small_s, large_s, numels, gather.size))
+    return min(lines, key=lambda line: line.bandwidth)
+
+
+def _line(small_s: float, large_s: float, numels: tuple[int, int], ways: int) -> LaneCosts:
+    """Through what gathers of so many elements of 4 bytes a rank have taken."""
+    moved = [4 * numel * (ways - 1) for numel in numels]
     a_byte = max(large_s - small_s, 1e-3 * large_s) / (moved[1] - moved[0])
     return LaneCosts(latency=max(0.0, 1e9 * (small_s - moved[0] * a_byte)), bandwidth=1e-9 / a_byte)
 
@@ -86,12 +105,10 @@ def _median_seconds(call: Callable[[], object], device: Device) -> float:
 def measured_moves(model: DistributedDataParallel, wire: LaneCosts, step_s: float) -> StepMoves:
     """What the step under way or the last one, of so many seconds, has moved, and for how much of it the wire was busy.
     Where the device works off a queue, waiting is the device's, and not known."""
-    traffic, place = model.traffic, model.place
-    sums, outer_sums = traffic.all_reduce, traffic.outer_all_reduce  # they go round twice
-    outer = (traffic.outer_reduce_scatter + outer_sums, traffic.outer_all_gather)
-    moved = Moves(traffic.all_gather, traffic.reduce_scatter + sums, *outer)
-    busy_ns = wire.of(moved.gathers + moved.reductions + sums, place.inner_size)
-    busy_ns += wire.of(moved.outer_gathers + moved.outer_sums + outer_sums, place.outer_size)
+    traffic = model.traffic
+    outer = (traffic.outer_reduce_scatter + traffic.outer_all_reduce, traffic.outer_all_gather)
+    moved = Moves(traffic.all_gather, traffic.reduce_scatter + traffic.all_reduce, *outer)
+    busy_ns = traffic.sent.calls * wire.latency + traffic.sent.payload_bytes / wire.bandwidth
     return StepMoves.of(
         moved,
         lane_share=busy_ns / 1e9 / step_s,

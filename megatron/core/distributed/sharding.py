@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace, grads_are_sharded, row_name
+from megatron.core.sharding_table import Sharding, ShardOver, grads_are_sharded, row_name
 
 # What must not be, beside `sharding_table`'s: rules of the command line, the engine and `fully_shard` with a config of
 # its own all ask these, and each says it in its words.
@@ -54,7 +54,6 @@ def main_params_dtype(weights: str, config: DistributedDataParallelConfig) -> st
 def residency_of(
     config: DistributedDataParallelConfig,
     sharding: Sharding,
-    place: ShardPlace,
     pipeline_ranks: int,
     *,
     element_bytes: int,
@@ -65,9 +64,6 @@ def residency_of(
     budget, unit_size = config.fsdp_memory_budget, config.suggested_communication_unit_size
     return Residency(
         strategy=row_name(sharding),
-        ways=place.inner_size,
-        outer=place.outer_size,
-        outer_optimizer=sharding.optimizer is ShardOver.FULL and place.outer_size > 1,
         policy=policy,
         budget=(budget or 0,) * pipeline_ranks if policy == "budget" else None,
         ahead=0 if unit_size is None else max(1, unit_size * element_bytes),

@@ -14,15 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-from megatron.core.distributed.bucket_memory import num_bytes
+from megatron.core import unit_accesses
+from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory, num_bytes
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.distributed.shard_layout import bucket_size_of
 from megatron.core.module import MegatronModule, ModelChunks, ModelUnit
-from megatron.core.pipeline_parallel.plan.held import accesses
-from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, Row, distinct
-from megatron.core.pipeline_parallel.plan.held.units import Access, StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import Access, Share, StageUnits, UnitCosts
 from megatron.core.sharding_table import Sharding, ShardOver
+from megatron.core.unit_accesses import Accesses, Row, distinct
 from megatron.core.units import Unit, UnitModule, derive_units, find_units, matched_units, whole_unit
 
 
@@ -31,7 +31,7 @@ class EngineUnits:
     """units: of all chunks, each once, in the order of the forward. chunks: what each chunk needs of them."""
 
     units: tuple[Unit, ...]
-    chunks: tuple[ChunkUnits, ...]
+    chunks: tuple[Accesses[int], ...]
 
     @property
     def backward_order(self) -> tuple[int, ...]:
@@ -53,12 +53,12 @@ class EngineUnits:
         held: set[int] = set()
         stages = []
         for chunk in self.chunks:
-            numbers = chunk.numbers
+            numbers = chunk.units
             again = {
                 number: dataclasses.replace(costs[number], backward_reads=True, extra_grad_bytes=0)
                 for number in held.intersection(numbers)
             }
-            rows = chunk.renumbered({number: place for place, number in enumerate(numbers)})
+            rows = chunk.renamed({number: place for place, number in enumerate(numbers)})
             units = tuple(again.get(number, costs[number]) for number in numbers)
             stages.append(StageUnits(units, rows.forward, rows.backward))
             held.update(numbers)
@@ -66,7 +66,7 @@ class EngineUnits:
 
     def merged(self, numel: Sequence[int], limit: int) -> EngineUnits:
         """With units of at least `limit` elements, as `merged_groups` has them. numel: of each unit."""
-        groups = accesses.merged_groups(self.chunks, numel, limit)
+        groups = unit_accesses.merged_groups(self.chunks, numel, limit)
         units = []
         for index, group in enumerate(groups):
             members = [self.units[number] for number in group]
@@ -74,7 +74,7 @@ class EngineUnits:
                 dataclasses.replace(
                     members[0],
                     index=index,
-                    name=accesses.merged_name([one.name for one in members]),
+                    name=unit_accesses.merged_name([one.name for one in members]),
                     modules=tuple(module for one in members for module in one.modules),
                     names=tuple(name for one in members for name in one.names),
                     backward_reads=any(one.backward_reads for one in members),
@@ -85,28 +85,46 @@ class EngineUnits:
 
 
 def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
-    """Its bytes in a buffer, padding included. shard_bytes: without the optimizer's moments."""
-    buckets, extra, sharding = buffer.buckets_of_unit(unit.name), buffer.extra_grads, buffer.sharding
-    trained = [bucket for bucket in buckets if bucket.trained]
+    """Its bytes in a buffer, padding included, without the optimizer's. Where nothing says what takes how long, times
+    are in proportion to bytes of gradients: only shares of a stage's time are read."""
+    every, extra = buffer.buckets_of_unit(unit.name), buffer.extra_grads
+    keys = [key for name in unit.names for key in buffer.param_meta[name].grad_keys if key in extra]
+    shares = tuple(share for one in buffer.by_groups(every) for share in _shares(*one, buffer))
+    work = float(sum(share.reduced for share in shares if not share.group.instances))
+    return UnitCosts(
+        unit.name,
+        *(work, work, work),
+        shares=shares,
+        extra_grad_bytes=num_bytes(extra[key] for key in keys),
+        backward_reads=unit.backward_reads,
+        begins_with_lookup=unit.begins_with_lookup,
+    )
+
+
+def _shares(groups: ArenaGroups, buckets: Sequence[BucketMemory], buffer: FlatBuffer) -> tuple[Share, Share]:
+    """Of buckets about which these ranks communicate: with those that cut them, and with their instances."""
+    trained, sharding = [bucket for bucket in buckets if bucket.trained], buffer.sharding
     rest = [one.weights for one in buckets if not one.gathers_from_main] + [one.main_grads for one in trained]
     rest += [one.main_weights for one in trained if one.main_weights is not one.optimizer_weights]
-    keys = [key for name in unit.names for key in buffer.param_meta[name].grad_keys if key in extra]
-    scattered = sharding.optimizer is ShardOver.FULL
+    inner, outer = groups.place.groups
+    scattered = sharding.optimizer is ShardOver.FULL and outer.size > 1
     # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.
     shared = {buffer.arenas[one.arena].layout.shared for one in trained}
     later = sharding.main_grads is ShardOver.NONE and len(shared) == 2
-    return UnitCosts(
-        unit.name,
-        weight_bytes=num_bytes(bucket.full_weights for bucket in buckets),
-        grad_bytes=num_bytes(bucket.full_grads for bucket in trained),
-        extra_grad_bytes=num_bytes(extra[key] for key in keys),
-        shard_bytes=num_bytes(rest),
-        outer_grad_bytes=num_bytes(one.main_grads if scattered else one.optimizer_grads for one in trained),
-        outer_weight_bytes=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
-        reduce_calls=len(trained) if sharding.optimizer is ShardOver.NONE else 1 + later,
-        outer_calls=1 + later if scattered else len(trained),
-        backward_reads=unit.backward_reads,
-        begins_with_lookup=unit.begins_with_lookup,
+    return (
+        Share(
+            inner,
+            gathered=num_bytes(bucket.full_weights for bucket in buckets),
+            reduced=num_bytes(bucket.full_grads for bucket in trained),
+            at_rest=num_bytes(rest),
+            calls=len(trained) if sharding.optimizer is ShardOver.NONE else 1 + later,
+        ),
+        Share(
+            outer,
+            gathered=num_bytes(bucket.weights for bucket in trained) if scattered else 0,
+            reduced=num_bytes(one.main_grads if scattered else one.optimizer_grads for one in trained),
+            calls=1 + later if scattered else len(trained),
+        ),
     )
 
 
@@ -161,19 +179,14 @@ def find_units_of(
         told = module.unit_accesses() if isinstance(module, MegatronModule) and own else None
         if told is None:
             forward = _as_registered(module, heard, {*own.values(), *(owner[name] for name in names)})
-            found.append(ChunkUnits(forward, forward[::-1]))
+            found.append(Accesses(forward, forward[::-1]))
         else:
-            here = everywhere | own
-            rows = (
-                tuple(tuple(here[name] for name in access if name in here) for access in row)
-                for row in (told.forward, told.backward)
-            )
-            found.append(ChunkUnits(*rows))
+            found.append(told.renamed(everywhere | own))
     kept = [unit for unit in units if not without or not set(unit.names) <= set(without)]
     numbers = {unit.index: number for number, unit in enumerate(kept)}
     return EngineUnits(
         tuple(dataclasses.replace(unit, index=numbers[unit.index]) for unit in kept),
-        tuple(chunk.renumbered(numbers) for chunk in found),
+        tuple(chunk.renamed(numbers) for chunk in found),
     )
 
 
@@ -197,7 +210,7 @@ def _declared(
     return found, {id(one) for chunk in plain for one in chunk.modules()} - named
 
 
-def _as_registered(module: nn.Module, number_of: Mapping[int, int], needed: set[int]) -> Row:
+def _as_registered(module: nn.Module, number_of: Mapping[int, int], needed: set[int]) -> Row[int]:
     """Accesses in the order in which modules are registered; what lies around a unit is in use with it. needed: all
     units of the chunk; those that no module tells of are in use from its beginning to its end."""
     found: list[Access] = []

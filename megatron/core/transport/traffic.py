@@ -61,8 +61,8 @@ class TrafficCounter:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a rank's collectives move in a step: over the inner ranks, and over the outer ones. waited_s: how long the
-    rank stood waiting for them."""
+    """What a rank's collectives move in a step: over the inner ranks, and over the outer ones. sent: what of it this
+    rank sends, all-reduces twice, as they go round twice. waited_s: how long the rank stood waiting for them."""
 
     all_gather: Moved = NOTHING
     reduce_scatter: Moved = NOTHING
@@ -70,6 +70,7 @@ class Traffic:
     outer_all_gather: Moved = NOTHING
     outer_reduce_scatter: Moved = NOTHING
     outer_all_reduce: Moved = NOTHING
+    sent: Moved = dataclasses.field(default=NOTHING, compare=False)
     waited_s: float = dataclasses.field(default=0.0, compare=False)
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -83,15 +84,17 @@ class Traffic:
         return Traffic(**{name: change(getattr(self, name), getattr(other, name)) for name in names})
 
 
-def traffic_of(gather: TrafficCounter, reduce: TrafficCounter, outer: TrafficCounter) -> Traffic:
-    """What groups of gathers and reductions over the inner ranks, and the one over the outer ranks, have moved."""
+def traffic_of(
+    gather: TrafficCounter, reduce: TrafficCounter, outer: TrafficCounter, sizes: tuple[int, int]
+) -> Traffic:
+    """What groups of gathers and reductions over the inner ranks, and the one over the outer ranks, have moved. sizes:
+    how many ranks these are, inner and outer."""
     each = {id(one): one for one in (gather, reduce, outer)}.values()
-    return Traffic(
-        gather.moved("all_gather"),
-        reduce.moved("reduce_scatter"),
-        reduce.moved("all_reduce"),
-        outer.moved("all_gather"),
-        outer.moved("reduce_scatter"),
-        outer.moved("all_reduce"),
-        waited_s=sum(one.waited_s for one in each),
-    )
+    inner = gather.moved("all_gather"), reduce.moved("reduce_scatter"), reduce.moved("all_reduce")
+    over = outer.moved("all_gather"), outer.moved("reduce_scatter"), outer.moved("all_reduce")
+    sent = NOTHING
+    for (gathered, scattered, summed), ranks in zip((inner, over), sizes, strict=True):
+        whole = gathered + scattered + summed + summed
+        if ranks > 1:
+            sent += Moved(whole.calls, whole.payload_bytes * (ranks - 1) // ranks)
+    return Traffic(*inner, *over, sent, sum(one.waited_s for one in each))

@@ -14,8 +14,10 @@ from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_schedule import StagedModel
+from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.parallelism_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
@@ -25,7 +27,7 @@ from megatron.core.transport import rank_grid
 from megatron.core.transport.rank_grid import RankGrid, RankGridError
 from megatron.training.config import training_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
-from megatron.training.config.state_bytes import rank_budget
+from megatron.training.config.state_bytes import rank_budget, state_bytes
 
 DEFAULT_ORIGIN = "default"
 # difflib's likeness from which on a guess helps; below it lie names that share letters, not a meaning.
@@ -197,6 +199,21 @@ class Config:
         """What --rank-memory-limit decides under; None without it, or where ranks do not divide, which rules tell."""
         place = self.shard_place
         return None if place is None else rank_budget(self.parallel, self.ddp, place, self.params_flag)
+
+    @property
+    def state_bytes(self) -> StateBytes | None:
+        """What parameters take on a rank; None where ranks or strategies do not fit, which rules tell."""
+        row, place = self.sharding, self.shard_place
+        if row is None or place is None:
+            return None
+        return state_bytes(self.ddp, row, place, self.params_flag, copies=self.parallel.keeps_copies)
+
+    def units_of(self, spec: ScheduleSpec) -> tuple[StageUnits, ...]:
+        """Of every stage, as the flags describe them. Asserts that the configuration is complete."""
+        costs, sizes = self.model_costs, self.state_bytes
+        assert costs is not None, "units of a model without sizes"
+        assert sizes is not None, "units without ranks that share them"
+        return stage_units(costs, spec.stages, spec.placement, sizes)
 
     def chosen(self) -> Config:
         """With the strategy that the limit has decided on. Raises StageLayersError or PlanError."""

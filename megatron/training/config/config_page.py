@@ -8,13 +8,13 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.plan.facts import activation_bytes
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
+from megatron.core.sharding_table import ShardOver
 from megatron.core.words import NOT_KNOWN, counted, decimal, scaled, size_text
 from megatron.training.config.check_config import Report, corpora
 from megatron.training.config.config import FIELDS, Config, train_step_flops
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import WHOLE_WORDS
 from megatron.training.config.saved_config import shape_elsewhere
-from megatron.training.config.state_bytes import state_bytes
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 _LABEL = 13  # characters
@@ -87,12 +87,10 @@ def _pipeline(report: Report) -> str:
 def _memory(report: Report, facts: Facts) -> str:
     """Of the fullest rank: what it holds at rest, with the activations of the plan as far as they can be estimated."""
     config, spec, per_rank = report.config, report.spec, facts["parameters"]["per_rank"]
-    row, place, parallel = config.sharding, config.shard_place, config.parallel
-    if not per_rank or row is None or place is None:
+    states = config.state_bytes
+    if not per_rank or states is None:
         return ""
-    copies = parallel.enable_optimizer_post_validation and parallel.post_validation_rollback == "snapshot"
-    states = state_bytes(config.ddp, row, place, config.params_flag, copies=copies)
-    each, grid = sum(size / ways for size, ways in states.at_rest), config.grid()
+    each, grid = states.of_parameter, config.grid()
     at_rest = [each * per_rank[grid.rank({"pp": stage})] for stage in range(grid.pp)]
     told = "weights, gradients, optimizer's state"
     model, number = config.model_costs, (facts["pipeline"] or {}).get("microbatches")
@@ -102,7 +100,7 @@ def _memory(report: Report, facts: Facts) -> str:
         return f"{size_text(size, digits=3)} a rank{more}: {told}; activations are not estimated"
     most = max((rests + peak, rests, peak) for rests, peak in zip(at_rest, peaks, strict=True))
     total, rests, peak = (size_text(size, digits=3) for size in most)
-    gathered = "gathered weights, " if place.ways(row.weights) > 1 else ""
+    gathered = "gathered weights, " if states.sharding.weights is not ShardOver.NONE else ""
     return (
         f"at most {total} a rank: {rests} of {told} + {peak} of activations, estimated"
         f"{_more_than_here(most[0], config)}; not in it: {gathered}buffers of transfers, what libraries and the "

@@ -10,12 +10,12 @@ from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageL
 from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.parallelism_config import V_BY_MEMORY, asked_schedules, describe_schedule
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.residency import over_ranks
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.plan.spec import order_within_limits
 from megatron.core.words import counted, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
-from megatron.training.config.state_bytes import state_bytes
 
 _GROUP = "microbatch_group_size_per_vp_stage"
 _COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
@@ -134,17 +134,15 @@ def _too_few(c: RuleContext, least: int, why: str) -> str | None:
 def validated_memory_fault(c: RuleContext) -> str | None:
     """What a step leaves until it is decided on, gradients at rest among it, beside all other states; on CPU, where
     ranks share the machine. What is free is looked at once the engine has its memory."""
-    config, row, place = c.config, c.config.sharding, c.config.shard_place
-    vocabulary = config.model.padded_vocab_size
-    if config.model_costs is None or vocabulary is None or row is None or place is None:
+    config, sizes, vocabulary = c.config, c.config.state_bytes, c.config.model.padded_vocab_size
+    if config.model_costs is None or vocabulary is None or sizes is None:
         return None
     spec = None if _schedule(c) is None else config.staged_model.spec(c.pipeline_schedule)
     if spec is None:
         return None
     tp, copies = config.parallel.tensor_model_parallel_size, c.post_validation_rollback == "snapshot"
     held = count_parameters(config.model, vocabulary, tp=tp, stages=spec.stages, placement=spec.placement)
-    sizes = state_bytes(config.ddp, row, place, config.params_flag, copies=copies)
-    needed = max(held.per_rank) * sum(size / ways for size, ways in sizes.at_rest)
+    needed = max(held.per_rank) * sizes.of_parameter
     if needed * c.env.local_world_size <= c.memory_bytes:
         return None
     return (
@@ -188,9 +186,9 @@ def residency_fault(c: RuleContext) -> str | None:
     planned, place = file.plan.residency, c.config.shard_place
     if planned is None or place is None:
         return None
-    ours = (place.inner_size, place.outer_size, c.data_parallel_sharding_strategy, c.fsdp_reshard_policy)
-    theirs = (planned.ways, planned.outer, planned.strategy, planned.policy)
-    words = "{} ranks that share states in {} instances, strategy {}, policy {}"
+    ours = (over_ranks(place.groups), c.data_parallel_sharding_strategy, c.fsdp_reshard_policy)
+    theirs = (over_ranks(planned.groups), planned.strategy, planned.policy)
+    words = "{}, strategy {}, policy {}"
     if ours == theirs:
         return None
     told = f"--pipeline-schedule-file {file.path} has gathers and reductions for {words.format(*theirs)}"

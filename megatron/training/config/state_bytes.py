@@ -29,28 +29,23 @@ def state_bytes(
     *,
     copies: bool = False,
 ) -> StateBytes:
-    """dtype: of the model's weights, as flags have it (bf16, ...). AdamW's moments are counted, in the dtype of main
-    weights. copies: of both, that a step is taken back by."""
+    """sharding: of the table. dtype: of the model's weights, as flags have it (bf16, ...). AdamW's moments are counted,
+    in the dtype of main weights. copies: of both, that a step is taken back by."""
     wire, main_dtype = config.megatron_fsdp_grad_comm_dtype, main_params_dtype(dtype, config)
-    weight, grad = DTYPE_BYTES[dtype], DTYPE_BYTES[main_grads_dtype(dtype, config)]
-    main = DTYPE_BYTES[main_dtype]
-    own = main if main_dtype != dtype else 0
-    whole = sharding.main_grads is ShardOver.NONE
-    scattered = sharding.optimizer is ShardOver.FULL and place.outer_size > 1
+    main, main_grad = DTYPE_BYTES[main_dtype], DTYPE_BYTES[main_grads_dtype(dtype, config)]
+    row = sharding.at(place)
+    whole = row.main_grads is ShardOver.NONE
     return StateBytes(
+        row,
+        place,
         align=ALIGNMENT * place.dp_size,
-        weight=weight,
-        grad=grad if wire == "auto" else DTYPE_BYTES[wire],
-        at_rest=(
-            (0 if own and sharding.gathers_from_main(place) else weight, place.ways(sharding.weights)),
-            (grad, place.ways(sharding.main_grads)),
-            (own + _MOMENTS * main, place.ways(sharding.optimizer)),
-            (copies * (1 + _MOMENTS) * main, place.ways(sharding.optimizer)),
-        ),
-        inner=place.inner_size,
-        outer_grad=grad,
-        outer_weight=weight if scattered else 0,
+        weight=DTYPE_BYTES[dtype],
+        grad=main_grad if wire == "auto" else DTYPE_BYTES[wire],
+        main_grad=main_grad,
+        main_weight=main if main_dtype != dtype else 0,
+        optimizer=main * (_MOMENTS + copies * (1 + _MOMENTS)),
         bucket_size=bucket_size_of(0, place.dp_size, config.ddp_bucket_size) if whole else None,
+        num_buckets=config.ddp_num_buckets if whole else None,
     )
 
 
@@ -66,13 +61,12 @@ def rank_budget(
     if not isinstance(limit, int) or tflops is None or speed is None:
         return None
     asked = ddp.data_parallel_sharding_strategy
-    copies = parallel.enable_optimizer_post_validation and parallel.post_validation_rollback == "snapshot"
     ranks, rows = parallel.pipeline_model_parallel_size, []
     for strategy in _TO_CHOOSE if asked == "auto" else (asked,):
         config = dataclasses.replace(ddp, data_parallel_sharding_strategy=strategy)
         outer = ddp.outer_dp_sharding_strategy if strategy == "optim_grads_params" else "no_shard"
         row = sharding_of(strategy, outer)
-        residency = residency_of(config, row, place, ranks, element_bytes=DTYPE_BYTES[dtype])
-        sizes = state_bytes(config, row, place, dtype, copies=copies)
+        residency = residency_of(config, row.at(place), ranks, element_bytes=DTYPE_BYTES[dtype])
+        sizes = state_bytes(config, row, place, dtype, copies=parallel.keeps_copies)
         rows.append((residency.within((float(limit),) * ranks), sizes))
     return RankBudget(tuple(rows), tflops * 1e12, speed * 1e9)

@@ -158,9 +158,15 @@ def build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider
     with torch.device("meta") if on_meta else ps.device.torch_device:
         module = model_provider(**arguments)
     module.to(params_dtype(config))
+    what, described = type(module).__name__, _is_described(module, config)
+    if config.parallel.rank_memory_limit is not None and not described:
+        raise ModelError(
+            "--rank-memory-limit plans by what the flags say of a GPT, and the model provider makes another model, "
+            f"{what}: leave it out, or bound gathered weights and gradients alone, with --fsdp-reshard-policy budget "
+            "--fsdp-memory-budget BYTES"
+        )
     if isinstance(module, MegatronModule):
-        return Chunk(stage, spec, module, module.context, module.context.grads)
-    what = type(module).__name__
+        return Chunk(stage, spec, module, module.context, module.context.grads, described)
     if on_meta:
         raise ModelError(
             "--init-model-with-meta-device needs a model that says how its weights start (MegatronModule): leave the "
@@ -177,6 +183,15 @@ def build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider
             "one before has computed"
         )
     return Chunk(stage, spec, module, ModelContext(config.training.seed), None)
+
+
+def _is_described(module: nn.Module, config: Config) -> bool:
+    """Whether it is the GPT of the flags, all of it trained."""
+    return (
+        type(module) is GPTModel
+        and module.config == config.model
+        and all(parameter.requires_grad for parameter in module.parameters())
+    )
 
 
 class UnsplittableError(ModelError):

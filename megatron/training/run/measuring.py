@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
     planned_residency,
     start_up_lines,
 )
+from megatron.core.pipeline_parallel.plan.residency import groups_of
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
@@ -58,7 +59,7 @@ class Measuring:
     def report_residency(self, num_microbatches: int) -> None:
         """At start-up; nothing where data parallelism moves nothing."""
         spec = self._pipeline.spec
-        if spec.residency is None:
+        if spec.residency is None or spec.stages_units is None:
             return
         planned = planned_residency(
             spec, num_microbatches, self._purpose, self._at_rest, self._in_bytes(spec)
@@ -66,7 +67,7 @@ class Measuring:
         held = planned.at_once
         most = size_text(held.total, digits=3) + (" and activations" if held.activations is None else "")
         brief = f" > memory in a step: at most {most} of tensors planned on a rank"
-        lines = start_up_lines(spec.schedule, spec.residency, planned)
+        lines = start_up_lines(spec.schedule, spec.residency, groups_of(spec.stages_units), planned)
         self._session.print_rank_last(*lines, brief=brief)
         self._session.print_rank_last(*at_once_lines(spec, num_microbatches, self._purpose))
 

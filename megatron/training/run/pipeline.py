@@ -72,7 +72,7 @@ class RanStep:
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    spec: by which steps are planned. work: of all stages, what their units take by formula, see `units_of_all_stages`.
+    spec: by which steps are planned. described: the units of all stages by flags, see `units_of_all_stages`.
     recorder: of the measured timeline, if any. profiler: of what the schedule is solved again for, if it is to be
     measured. validator: to be set before the first `train_and_step`.
     """
@@ -84,7 +84,7 @@ class PipelineRunner:
         forward_step: ForwardStep,
         spec: ScheduleSpec,
         *,
-        work: Sequence[StageUnits] | None = None,
+        described: Sequence[StageUnits] | None = None,
         recorder: Recorder | None = None,
         profiler: Profiler | None = None,
     ) -> None:
@@ -107,8 +107,8 @@ class PipelineRunner:
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
         residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
         self.spec = spec.bare
-        if residency.moves:
-            units = units_of_all_stages(engine.model, spec.local_stages(self._ps.pp_rank), work)
+        if engine.model.place.dp_size > 1:
+            units = units_of_all_stages(engine.model, spec.local_stages(self._ps.pp_rank), described)
             self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
             self.wire = measured_wire(engine.model)
             watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
@@ -344,7 +344,7 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         engine,
         forward_step,
         spec,
-        work=spec.stages_units or session.config.staged_model.work_of_units(spec),
+        described=session.config.units_of(spec) if engine.is_described else None,
         recorder=recorder,
         profiler=profiler,
     )

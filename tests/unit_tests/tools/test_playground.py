@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.node import node
-from tests.harness.unit_stages import unit
+from tests.harness.unit_stages import shares, unit
 from tools.drawing.page import PLOT_STYLE
 from tools.schedules.picture import colours
 
@@ -59,16 +59,16 @@ def by_python(s):
     times = {f"time_{name}": (s[name],) for name in "fbw"}
     costs = CostModel.of_ranks(placement, **times, comm=s["transfer"], activation=(s["activation"],))
     order = tuple((place,) for place in range(count))
-    sizes = {"weight_bytes": s["weights"], "grad_bytes": s["grads"], "shard_bytes": s["rest"] // s["layers"]}
+    sizes = shares(s["weights"], s["grads"], s["rest"] // s["layers"], ways=s["peers"])
     stages = tuple(
-        StageUnits(tuple(unit(f"{stage}.{place}", **sizes) for (place,) in order), order, order[::-1])
+        StageUnits(tuple(unit(f"{stage}.{place}", shares=sizes) for (place,) in order), order, order[::-1])
         for stage in range(placement.num_stages)
     )
     words = {"policy": s["policy"]}
     if s["policy"] == "limit":
         least = by_python({**s, "policy": "memory"})["peaks"]
         words = {"policy": "budget", "budget": tuple(max(0, s["limit"] - peak) for peak in least)}
-    asked = Residency("optim_grads_params", s["peers"], **words)
+    asked = Residency("optim_grads_params", **words)
     interleaving = (s["chunks"], s["group"]) if s["chunks"] > 1 else ()
     plan = lower(build_plan(s["schedule"], Request(s["p"], s["m"], *interleaving)), costs)
     plan = add_residency(plan, stages, asked, costs)

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
+from megatron.core.sharding_table import ShardPlace
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.report.timers import Timers
@@ -30,7 +31,9 @@ def test_closing_a_runner_closes_its_recorder():
 
     ps, engine = (
         single_process(Device("cpu")),
-        SimpleNamespace(chunks=[], model=SimpleNamespace(residency=lambda *_: Residency("no_shard"))),
+        SimpleNamespace(
+            chunks=[], model=SimpleNamespace(residency=lambda *_: Residency("no_shard"), place=ShardPlace())
+        ),
     )
 
     config = SimpleNamespace(model=SimpleNamespace(calculate_per_token_loss=False))

@@ -113,6 +113,6 @@ def test_states_at_rest_by_flags(dtype, strategy, bytes_of_a_weight):
     ddp = dataclasses.replace(configure(FSDP).ddp, accumulate_allreduce_grads_in_fp32=True)
     place = ShardPlace(inner_size=4, outer_size=1)
     found = state_bytes(ddp, sharding_of(strategy), place, dtype)
-    assert sum(size / ways for size, ways in found.at_rest) == bytes_of_a_weight
+    assert found.of_parameter == bytes_of_a_weight
     copies = state_bytes(ddp, sharding_of(strategy), place, dtype, copies=True)
-    assert sum(size / ways for size, ways in copies.at_rest) == bytes_of_a_weight + 12 / 4
+    assert copies.of_parameter == bytes_of_a_weight + 12 / 4

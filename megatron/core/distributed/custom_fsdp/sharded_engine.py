@@ -26,11 +26,11 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.stage_units import EngineUnits, unit_costs
 from megatron.core.module import ModelChunks, ModelError, ModelUnit
-from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits
 from megatron.core.protocols import GradListener
 from megatron.core.sharding_table import ShardOver, grads_are_sharded, weights_are_sharded
 from megatron.core.transport.mesh import data_parallel_state, parallel_state_of_mesh
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.unit_accesses import Accesses
 from megatron.core.units import UnitModule, declared_units, find_units, forward_order
 
 
@@ -81,7 +81,7 @@ class FullyShardedDataParallel(DistributedDataParallel):
         forwards = [forward_order([module], units) for module in modules]
         self._forward_order = [unit for forward in forwards for unit in forward]
         rows = [tuple((unit,) for unit in forward) for forward in forwards]
-        return EngineUnits(units, tuple(ChunkUnits(row, row[::-1]) for row in rows))
+        return EngineUnits(units, tuple(Accesses(row, row[::-1]) for row in rows))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the only chunk."""

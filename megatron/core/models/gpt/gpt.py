@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
-from megatron.core.module import MegatronModule, ModelContext, ModelUnit, UnitAccesses
+from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_name
+from megatron.core.module import MegatronModule, ModelContext, ModelUnit
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
 from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
@@ -24,6 +25,7 @@ from megatron.core.transformer.decoder import TransformerBlock
 from megatron.core.transformer.model_config import SQRT_HIDDEN, TransformerConfig
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.self_attention import InferenceCache
+from megatron.core.unit_accesses import Accesses
 
 
 class GPTModel(MegatronModule):
@@ -108,9 +110,7 @@ class GPTModel(MegatronModule):
     def units(self) -> tuple[ModelUnit, ...]:
         """`embedding`, a unit a layer, `head` (final norm and output layer). A matrix that begins and ends the model is
         read from its first module to its last, so both ends are one unit then, `embedding_and_head`."""
-        layers = [
-            ModelUnit(f"decoder.layers.{number}", (layer,)) for number, layer in self.decoder.layers.items()
-        ]
+        layers = [ModelUnit(layer_name(number), (layer,)) for number, layer in self.decoder.layers.items()]
         # Where this stage only ends the model, the tied matrix is read by `tied_output` alone; where it begins in
         # another chunk of the rank, the matrix is that one's, which runs first.
         copy = None if self.pre_process or self.other_end_here else self.embedding
@@ -118,24 +118,18 @@ class GPTModel(MegatronModule):
         head = tuple(part for part in parts if part is not None)
         first = () if self.embedding is None or not self.pre_process else (self.embedding,)
         if self._one_matrix:
-            return ModelUnit("embedding_and_head", (*first, *head), begins_with_lookup=True), *layers
+            return ModelUnit(ONE_MATRIX, (*first, *head), begins_with_lookup=True), *layers
         units = [ModelUnit("embedding", first, backward_reads=False), *layers, ModelUnit("head", head)]
         return tuple(unit for unit in units if unit.modules)
 
-    def unit_accesses(self) -> UnitAccesses:
-        """Layers are needed one by one, in the backward those together that are recomputed together. The head reads a
-        tied matrix too, which on a V is a part of the other end's `embedding`."""
-        layers = [f"decoder.layers.{number}" for number in self.decoder.layers]
-        elsewhere = self.tied and not self.pre_process and self.other_end_here
-        embeds, ends = ("embedding",), ("head", *(("embedding",) if elsewhere else ()))
-        if self._one_matrix:
-            embeds = ends = ("embedding_and_head",)
-        first, last = [embeds] * self.pre_process, [ends] * self.post_process
-        forward = [(layer,) for layer in layers]
-        backward: list[tuple[str, ...]] = []
-        for start, end, recomputed in reversed(self.decoder.chunks):
-            backward += [tuple(layers[start:end])] if recomputed else reversed(forward[start:end])
-        return UnitAccesses((*first, *forward, *last), (*last, *backward, *first))
+    def unit_accesses(self) -> Accesses[str]:
+        return accesses_of_stage(
+            self.config,
+            [number for number, _ in self.decoder.layers.items()],
+            embeds=self.pre_process,
+            ends=self.post_process,
+            other_end_here=self.other_end_here,
+        )
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
         """What the next `forward` of a stage that does not embed begins with, from the stage before: [s, b, h], or

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.models.gpt.unit_order import ONE_MATRIX, layer_name
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.rectangles import even_share
 from megatron.core.transformer.model_config import TransformerConfig
@@ -44,23 +45,40 @@ def count_parameters(
     the stage of the loss where that is another rank; the total leaves it out, and what tensor ranks hold several times
     (norms, output biases, learned positions, key and value heads where TP exceeds the query groups).
     """
-    specs = stages or (StageSpec(tuple(range(config.num_layers)), embedding=True, loss=True),)
+    whole = StageSpec(tuple(range(config.num_layers)), embedding=True, loss=True)
+    specs = stages or (whole,)
     where = placement or Placement(LINEAR, len(specs))
     assert len(specs) == where.num_stages, f"{len(specs)} stages, {where} has {where.num_stages}"
     held = sum(len(spec.layers) for spec in specs)
     assert held == config.num_layers, f"stages hold {held} layers, the model has {config.num_layers}"
-    tied, positions = not config.untie_embeddings_and_output_weights, position_embedding_parameters(config)
-    norm, words = norm_parameters(config, config.hidden_size), padded_vocab_size * config.hidden_size
-    words_here = word_embedding_parameters(config, padded_vocab_size, tp)
-    with_embedding = {where.rank_of(stage) for stage, spec in enumerate(specs) if spec.embedding}
-    per_rank = [0] * where.num_ranks
-    for stage, spec in enumerate(specs):
-        rank = where.rank_of(stage)
-        own_output = spec.loss and not (tied and rank in with_embedding)
-        per_rank[rank] += len(spec.layers) * layer_parameters(config, tp) + norm * spec.loss
-        per_rank[rank] += words_here * (spec.embedding + own_output) + positions * spec.embedding
-    total = config.num_layers * layer_parameters(config) + words * (2 - tied) + positions + norm
-    return ParameterCount(total=total, per_rank=tuple(per_rank))
+    of_ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(where.num_ranks)]
+    for spec, rank in zip(specs, where.ranks(), strict=True):
+        of_ranks[rank] |= unit_parameters(config, padded_vocab_size, tp, spec, where)
+    everything = unit_parameters(config, padded_vocab_size, 1, whole, Placement(LINEAR, 1))
+    total, *per_rank = (sum(map(sum, units.values())) for units in (everything, *of_ranks))
+    return ParameterCount(total, tuple(per_rank))
+
+
+def unit_parameters(
+    config: TransformerConfig, padded_vocab_size: int, tp: int, spec: StageSpec, placement: Placement
+) -> dict[str, tuple[int, int]]:
+    """Of each unit of a stage, in the order of the forward: its parameters on one of `tp` tensor ranks, without those
+    that another pipeline rank has too (a tied matrix), and these."""
+    positions, norm = position_embedding_parameters(config), norm_parameters(config, config.hidden_size)
+    words = word_parameters(config, padded_vocab_size, tp)
+    tied, here = not config.untie_embeddings_and_output_weights, placement.has_both_ends_on_one_rank
+    one_matrix = spec.embedding and spec.loss and tied
+    units: dict[str, tuple[int, int]] = {}
+    if one_matrix:
+        units[ONE_MATRIX] = (words + positions + norm, 0)
+    elif spec.embedding:
+        units["embedding"] = (positions, words) if tied and not here else (words + positions, 0)
+    units |= {layer_name(number): (layer_parameters(config, tp), 0) for number in spec.layers}
+    if spec.loss and tied and here:
+        units |= {"head": (norm, 0), "embedding": (words + positions, 0)}
+    elif spec.loss and not one_matrix:
+        units["head"] = (norm, words) if tied else (norm + words, 0)
+    return units
 
 
 def layer_matrices(config: TransformerConfig, tp: int = 1) -> tuple[tuple[int, int], ...]:
@@ -90,7 +108,7 @@ def norm_parameters(config: TransformerConfig, width: int) -> int:
     return width if config.normalization == "RMSNorm" else 2 * width
 
 
-def word_embedding_parameters(config: TransformerConfig, padded_vocab_size: int, tp: int) -> int:
+def word_parameters(config: TransformerConfig, padded_vocab_size: int, tp: int) -> int:
     return even_share(padded_vocab_size, tp) * config.hidden_size
 
 

@@ -11,7 +11,6 @@ from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
@@ -134,12 +133,6 @@ class StagedModel:
         """Whether the limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""
         by_flags = self.parallel.enable_zero_bubble and not self.parallel.zero_bubble_v_schedule
         return by_flags and spec.file is None and spec.limits is None and spec.estimated
-
-    def work_of_units(self, spec: ScheduleSpec) -> tuple[StageUnits, ...] | None:
-        """What units of each stage take, without bytes; None where the configuration is not complete."""
-        if self.costs is None or not spec.stages:
-            return None
-        return stage_units(self.costs, spec.stages, spec.placement, StateBytes(align=1, weight=0, grad=0))
 
     def fastest(self) -> ScheduleSpec:
         """The fastest schedule for steps of the full batch.

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, co
 from megatron.core.pipeline_parallel.plan.passes.add_residency import PlanSearch
 from megatron.core.pipeline_parallel.plan.passes.residency_rows import RowMaker
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
+from megatron.core.pipeline_parallel.plan.residency import are_shared
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
@@ -69,7 +70,7 @@ def search_of(spec: ScheduleSpec, order: Plan) -> PlanSearch | None:
     """Of an order's gathers and reductions; None where nothing is shared."""
     assert spec.stages_units is not None
     assert spec.residency is not None
-    if not spec.residency.moves:
+    if not are_shared(spec.stages_units):
         return None
     assert spec.lanes is not None
     asked = (spec.stages_units, spec.residency, spec.costs, spec.lanes)
@@ -118,7 +119,7 @@ def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
         uses = RowUses(tuple(row), units)
         weights = uses.most_read * asked.weights_sharded
         gradients = uses.most_adding(overlap_reduce=asked.overlap_reduce) * asked.grads_sharded
-        parts.append(Least(units.shard_bytes, weights, gradients, spec.costs.least_activation(mine)))
+        parts.append(Least(units.bytes_at_rest, weights, gradients, spec.costs.least_activation(mine)))
     return tuple(parts)
 
 

@@ -59,6 +59,11 @@ class Placement:
         """The rank of each global stage."""
         return tuple(self.rank_of(stage) for stage in range(self.num_stages))
 
+    @property
+    def has_both_ends_on_one_rank(self) -> bool:
+        """Whether the first and the last of several stages are."""
+        return self.num_stages > 1 and self.rank_of(0) == self.rank_of(self.num_stages - 1)
+
     def as_json(self) -> dict[str, str | int]:
         """For files and hashes."""
         return {"kind": self.kind, "ranks": self.num_ranks, "chunks": self.num_chunks}

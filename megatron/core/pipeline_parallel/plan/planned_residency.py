@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,9 +13,16 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activatio
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves, walk_row
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency import (
+    LaneCosts,
+    PlannedResidency,
+    Residency,
+    are_shared,
+    over_ranks,
+)
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.sharding_table import RankGroup
 from megatron.core.words import counted, share_text, size_text, time_text
 
 _NS_PER_S = 1e9
@@ -156,10 +163,11 @@ class StepResidency:
         return scalars
 
 
-def start_up_lines(schedule: str, asked: Residency, planned: RankResidency) -> list[str]:
-    """What the log says at start-up. planned: of the fullest pipeline rank."""
-    outer = f" in {asked.outer} instances" if asked.outer > 1 else ""
-    shared = f"{asked.strategy} over {counted(asked.ways, 'rank')}{outer}, policy {asked.policy}"
+def start_up_lines(
+    schedule: str, asked: Residency, groups: Sequence[RankGroup], planned: RankResidency
+) -> list[str]:
+    """What the log says at start-up. groups: of ranks that share states. planned: of the fullest pipeline rank."""
+    shared = f"{asked.strategy} over {over_ranks(groups)}, policy {asked.policy}"
     unknown = "" if planned.activations is not None else ", activations apart, which are not known"
     return [
         f" > residency: {schedule}, {shared}; pipeline rank {planned.rank} holds the most at once{unknown}: "
@@ -174,11 +182,11 @@ def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
     assert spec.residency is not None, "bytes without a residency"
     peaks = []
     for units, row in zip(rank_units(plan.placement, spec.stages_units), plan.rows, strict=True):
-        if spec.residency.moves:
+        if are_shared(spec.stages_units):
             held = walk_row(row, units, spec.residency, spec.costs).peak.total
         else:
             held = peak_activation(units.rank, row, spec.costs)
-        peaks.append(units.shard_bytes + held)
+        peaks.append(units.bytes_at_rest + held)
     return tuple(peaks)
 
 

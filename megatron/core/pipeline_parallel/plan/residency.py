@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.sharding_table import STRATEGIES, Sharding, ShardOver
+from megatron.core import schema
+from megatron.core.sharding_table import STRATEGIES, RankGroup, Sharding, ShardOver, ShardPlace
 from megatron.core.transport.traffic import Moved
+from megatron.core.words import counted
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
     from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, StateBytes, UnitCosts
@@ -19,14 +22,36 @@ POLICIES = ("memory", "backward", "step", "budget")
 
 # By stage, by unit: how many microbatches of that stage each REDUCE of the unit sums up. It decides bits.
 Grouping = tuple[tuple[tuple[int, ...], ...], ...]
+# How plan files call the sizes of the groups that every run has.
+_SIZES = {"dp": "ways", "outer": "outer"}
+_FURTHER_GROUPS = schema.array(schema.fields_of(RankGroup))
+
+
+def groups_of(stages: Iterable[StageUnits]) -> tuple[RankGroup, ...]:
+    """The groups of ranks that have to do with any unit."""
+    every = (share.group for stage in stages for unit in stage.units for share in unit.shares)
+    return tuple(dict.fromkeys(every))
+
+
+def are_shared(stages: Iterable[StageUnits]) -> bool:
+    """Whether ranks share anything; without, a plan has no operations of data parallelism."""
+    return any(group.size > 1 for group in groups_of(stages))
+
+
+def over_ranks(groups: Iterable[RankGroup]) -> str:
+    """Such as `2 ranks in 4 instances`; where several groups cut states, with their names."""
+    cutting = [group for group in groups if not group.instances]
+    words = [counted(one.size, "rank") + f" of {one.name}" * (len(cutting) > 1) for one in cutting]
+    instances = [f" in {one.size} instances" for one in groups if one.instances and one.size > 1]
+    return " and ".join(words) + "".join(instances)
 
 
 @dataclass(frozen=True)
 class Residency:
     """The same on all ranks.
 
-    strategy: a row of `sharding_table.STRATEGIES`. ways, outer: ranks that share the states, and instances of
-    them. outer_optimizer: the optimizer is cut over instances too. policy: --fsdp-reshard-policy. budget: by pipeline
+    strategy: a row of `sharding_table.STRATEGIES`; over which ranks it cuts a unit's states, the unit says
+    (`UnitCosts.shares`). policy: --fsdp-reshard-policy. budget: by pipeline
     rank, bytes of gathered weights and whole gradients that it may hold beyond what policy `memory` does. limit: by
     pipeline rank, bytes that it may hold in all (states at rest, gathered weights, gradients, activations, whose costs
     are in bytes then). Policy `budget` has one of the two or both, others none. ahead: bytes of whole weights at any
@@ -35,9 +60,6 @@ class Residency:
     """
 
     strategy: str
-    ways: int = 1
-    outer: int = 1
-    outer_optimizer: bool = False
     policy: str = "memory"
     budget: tuple[int, ...] | None = None
     limit: tuple[float, ...] | None = None
@@ -48,8 +70,6 @@ class Residency:
     def __post_init__(self) -> None:
         assert self.strategy in STRATEGIES, self.strategy
         assert self.policy in POLICIES, self.policy
-        assert self.ways >= 1, self
-        assert self.outer >= 1, self
         bound = self.budget is not None or self.limit is not None
         assert bound == (self.policy == "budget"), f"policy {self.policy}: {self.budget=}, {self.limit=}"
 
@@ -62,25 +82,19 @@ class Residency:
         return STRATEGIES[self.strategy]
 
     @property
-    def moves(self) -> bool:
-        """Whether ranks share anything; without, a plan has no operations of data parallelism."""
-        return self.ways > 1 or self.outer > 1
-
-    @property
     def weights_sharded(self) -> bool:
         """Whether whole weights come and go."""
-        return self.ways > 1 and self.row.weights is not ShardOver.NONE
+        return self.row.weights is not ShardOver.NONE
 
     @property
     def grads_sharded(self) -> bool:
         """Whether whole gradients come and go."""
-        return self.ways > 1 and self.row.main_grads is not ShardOver.NONE
+        return self.row.main_grads is not ShardOver.NONE
 
     @property
     def gathers_once(self) -> bool:
         """Whether weights are whole at rest, and gathered once behind each step of the optimizer."""
-        inner = self.ways > 1 and self.row.optimizer is not ShardOver.NONE
-        return not self.weights_sharded and (inner or (self.outer_optimizer and self.outer > 1))
+        return not self.weights_sharded and self.row.optimizer is not ShardOver.NONE
 
     def ahead_of(self, units: RankUnits) -> int:
         """The bound of gathers ahead on a rank, in bytes."""
@@ -93,12 +107,12 @@ class Residency:
 class PlannedResidency:
     """What a plan with operations of data parallelism was made for; it is no good for anything else.
 
-    units: names by stage. grouping: `Grouping` as planned.
+    groups: of ranks that share states. outer_optimizer: instances cut the optimizer. units: names by stage. grouping:
+    `Grouping` as planned.
     """
 
     strategy: str
-    ways: int
-    outer: int
+    groups: tuple[RankGroup, ...]
     outer_optimizer: bool
     policy: str
     units: tuple[tuple[str, ...], ...]
@@ -107,11 +121,16 @@ class PlannedResidency:
     @classmethod
     def of(cls, asked: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
         names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
-        row = (asked.strategy, asked.ways, asked.outer, asked.outer_optimizer)
-        return cls(*row, asked.policy, names, grouping)
+        cuts = any(share.gathered for stage in stages for unit in stage.units for share in unit.repeated)
+        return cls(asked.strategy, groups_of(stages), cuts, asked.policy, names, grouping)
+
+    def size_of(self, name: str) -> int:
+        """How many ranks a group has; 1 for one that no unit knows."""
+        return next((group.size for group in self.groups if group.name == name), 1)
 
     def as_json(self) -> dict[str, Any]:
-        """For files and hashes. Equal groups in a row are `size*count`."""
+        """For files and hashes. Equal groups of microbatches in a row are `size*count`. `ways` and `outer` are the
+        sizes of the groups "dp" and "outer"; `groups` has further ones, where there are any."""
         runs = [
             [
                 ",".join(f"{size}*{len(list(run))}" for size, run in itertools.groupby(groups))
@@ -119,17 +138,27 @@ class PlannedResidency:
             ]
             for stage in self.grouping
         ]
-        units = [list(units) for units in self.units]
-        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**known, "units": units, "grouping": runs}
+        further = [dataclasses.asdict(group) for group in self.groups if group.name not in _SIZES]
+        return {
+            "strategy": self.strategy,
+            **{key: self.size_of(name) for name, key in _SIZES.items()},
+            "outer_optimizer": self.outer_optimizer,
+            "policy": self.policy,
+            "units": [list(units) for units in self.units],
+            "grouping": runs,
+            **({"groups": further} if further else {}),
+        }
 
     @classmethod
     def from_json(cls, content: object, most_groups: int) -> PlannedResidency:
         """What `as_json` wrote. most_groups: no more in all are made. Raises ValueError for anything else."""
-        fields = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(content, dict) or set(content) != fields:
+        fields = {*_SIZES.values(), "strategy", "outer_optimizer", "policy", "units", "grouping"}
+        if not isinstance(content, dict) or set(content) - {"groups"} != fields:
             raise ValueError(f"`residency` has {', '.join(sorted(fields))}")
-        numbers = (content["ways"], content["outer"])
+        schema.check(
+            _FURTHER_GROUPS, content.get("groups", []), schema.Place(Path("residency"), error=ValueError)
+        )
+        numbers = [content[key] for key in _SIZES.values()]
         integers = all(type(one) is int and one >= 1 for one in numbers)
         if not integers or type(content["outer_optimizer"]) is not bool:
             raise ValueError(
@@ -145,7 +174,10 @@ class PlannedResidency:
             tuple(tuple(size for size, count in unit for _ in range(count)) for unit in stage)
             for stage in runs
         )
-        return cls(**{**content, "units": units, "grouping": grouping})
+        everywhere = ShardPlace(inner_size=numbers[0], outer_size=numbers[1]).groups
+        groups = (*everywhere, *(RankGroup(**one) for one in content.get("groups", ())))
+        asked = (content["strategy"], groups, content["outer_optimizer"], content["policy"])
+        return cls(*asked, units, grouping)
 
 
 def _runs(text: str) -> list[tuple[int, int]]:
@@ -172,31 +204,26 @@ class LaneCosts:
     latency: float = 0.0
     bandwidth: float = float("inf")
 
-    def unshard(self, unit: UnitCosts, residency: Residency, *, first: bool) -> float:
+    def unshard(self, unit: UnitCosts, *, first: bool) -> float:
         """A gather, and where instances cut the optimizer the one over them before the row's first one."""
-        seconds = self._ring(unit.weight_bytes, residency.ways)
-        if first and residency.outer_optimizer:
-            seconds += self._ring(unit.outer_weight_bytes, residency.outer)
-        return seconds
+        over = [share for share in unit.repeated if share.gathered] if first else []
+        return sum(self.of(Moved(1, share.gathered), share.group.size) for share in (*unit.cut, *over))
 
     def reduce(self, unit: UnitCosts, residency: Residency) -> float:
         """A reduce-scatter; where nothing is cut an all-reduce, which goes round twice."""
         rounds = 2 if residency.row.optimizer is ShardOver.NONE else 1
-        return self._ring(rounds * unit.grad_bytes, residency.ways)
+        return sum(self.of(Moved(1, rounds * share.reduced), share.group.size) for share in unit.cut)
 
-    def outer_sum(self, unit: UnitCosts, residency: Residency) -> float:
+    def outer_sum(self, unit: UnitCosts) -> float:
         """An all-reduce over instances, or where they cut the optimizer a reduce-scatter."""
-        rounds = 1 if residency.outer_optimizer else 2
-        return self._ring(rounds * unit.outer_grad_bytes, residency.outer)
+        sums = ((Moved(1, (1 if one.gathered else 2) * one.reduced), one.group.size) for one in unit.repeated)
+        return sum(self.of(*one) for one in sums)
 
     def of(self, moved: Moved, ways: int) -> float:
-        """What so many collectives of so many bytes take one after the other."""
+        """What so many collectives of so many bytes, over so many ranks, take one after the other."""
         if ways == 1:
             return 0.0
         return moved.calls * self.latency + moved.payload_bytes * (ways - 1) / (ways * self.bandwidth)
-
-    def _ring(self, num_bytes: int, ways: int) -> float:
-        return self.of(Moved(1, num_bytes), ways)
 
 
 @dataclass(frozen=True)

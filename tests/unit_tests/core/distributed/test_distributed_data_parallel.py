@@ -389,13 +389,13 @@ def test_a_step_moves_what_its_units_say_and_the_gathers_of_its_weights_are_its_
     for found in run_ranks(body, 4):
         for row, (traffic, units) in found.items():
             sums = [
-                Moved(3, sum(getattr(unit, name) for unit in units))
-                for name in ("weight_bytes", "grad_bytes", "outer_grad_bytes", "outer_weight_bytes")
+                Moved(3, sum(getattr(unit.shares[group], name) for unit in units))
+                for group, name in ((0, "gathered"), (0, "reduced"), (1, "reduced"), (1, "gathered"))
             ]
             assert (traffic.all_gather, traffic.reduce_scatter) == (sums[0], sums[1])
             outer = (traffic.outer_reduce_scatter, traffic.outer_all_reduce, traffic.outer_all_gather)
             assert outer == ((sums[2], Moved(), sums[3]) if row == "HFSDP" else (Moved(), sums[2], Moved()))
-        shards = [found[row][1][0].shard_bytes for row in rows]  # of a link of 48 elements in 512, fp64
+        shards = [found[row][1][0].bytes_at_rest for row in rows]  # of a link of 48 elements in 512, fp64
         assert shards == [8 * 2 * 512, 8 * 2 * 256, 8 * 2 * 256], "weights and gradients"
 
 

@@ -9,9 +9,10 @@ from torch import nn
 
 from megatron.core.distributed.stage_units import find_units_of
 from megatron.core.module import ModelChunks, ModelError
-from megatron.core.pipeline_parallel.plan.held.accesses import ChunkUnits, merged_groups
 from megatron.core.pipeline_parallel.plan.held.units import UnitCosts
+from megatron.core.unit_accesses import Accesses, merged_groups
 from tests.harness.tiny_models import tiny_config, tiny_stage
+from tests.harness.unit_stages import shares
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
 
@@ -74,9 +75,14 @@ def test_the_ends_of_a_v_are_one_unit_that_only_the_head_reads_in_its_backward()
     first, last = rows(found)
     assert first == (["embedding", "0"], ["0", "embedding"])
     assert last == (["3", "head+embedding"], ["head+embedding", "3"])
-    assert found.chunks[0].numbers[0] == found.chunks[1].numbers[2], "one unit of two chunks"
+    assert found.chunks[0].units[0] == found.chunks[1].units[2], "one unit of two chunks"
     costs = [
-        UnitCosts(unit.name, weight_bytes=10 + number, extra_grad_bytes=7, backward_reads=unit.backward_reads)
+        UnitCosts(
+            unit.name,
+            shares=shares(10 + number, 0),
+            extra_grad_bytes=7,
+            backward_reads=unit.backward_reads,
+        )
         for number, unit in enumerate(found.units)
     ]
     first, last = found.stages(costs)
@@ -201,7 +207,7 @@ def test_units_of_two_chunks_are_not_merged():
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 100))
 def test_merged_units_are_no_larger_than_it_takes_to_reach_the_size(numel, limit):
     forward = tuple((unit,) for unit in range(len(numel)))
-    groups = merged_groups([ChunkUnits(forward, forward[::-1])], numel, limit)
+    groups = merged_groups([Accesses(forward, forward[::-1])], numel, limit)
     assert sorted(unit for group in groups for unit in group) == list(range(len(numel)))
     for group in groups:  # gradients come in the reverse order
         assert sum(numel[unit] for unit in group[1:]) < limit

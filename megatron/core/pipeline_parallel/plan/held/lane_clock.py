@@ -156,9 +156,10 @@ class LaneClock:
                 self.units.unit(unit),
             )
             if op[0] == UNSHARD:
-                seconds = costs.unshard(of_unit, residency, first=not key[2])
+                seconds = costs.unshard(of_unit, first=not key[2])
             else:
-                seconds = (costs.reduce if op[0] == REDUCE else costs.outer_sum)(of_unit, residency)
+                reduces = op[0] == REDUCE
+                seconds = costs.reduce(of_unit, residency) if reduces else costs.outer_sum(of_unit)
             self._costs[key] = seconds
         start = max(clock, self._wires[lane.name])
         self._wires[lane.name] = end = start + seconds

@@ -124,6 +124,7 @@ class RowWalk(LaneClock):
         super().__init__(units, lanes, durations or [[0.0] * len(units.stages)] * 4, begin)
         self.row, self.residency, self.forward_only = row, lanes.residency, forward_only
         self.moves, self.repeated = Moves(), Moves()
+        self.num_gathers = 0
         self.boundaries, self.clocks = list[Held](), list[float]()
         self.weights_changed = True
         self.peak = self.fullest = self.most = Held(-1, -1, 0, 0, 0, 0.0)
@@ -237,23 +238,22 @@ class RowWalk(LaneClock):
             raise self._wrong(place, op, f"{self._name(unit)} {wrong}")
         if op[0] == ir.UNSHARD:
             self._readable.add(unit)
+            self.num_gathers += 1
             self._whole_bytes += self.units.weight_bytes[unit] * self._weights_sharded
             self._gather(self.moves, unit, first=unit not in self._gathered, changed=self.weights_changed)
         elif op[0] == ir.RESHARD:
             self._readable.discard(unit)
             self._whole_bytes -= self.units.weight_bytes[unit]
         elif op[0] == ir.REDUCE:
-            if self.residency.ways > 1:
-                self.moves.reductions += Moved(
-                    self.units.unit(unit).reduce_calls, self.units.grad_bytes[unit]
-                )
+            for share in self.units.unit(unit).cut:
+                self.moves.reductions += Moved(share.calls, share.reduced)
             self._groups[unit].append(self._fresh[unit])
             self._fresh[unit] = {}
             return self._gradients.taken(unit) if self._grads_sharded else 0
         else:
             self._outer_summed.add(unit)
-            its = self.units.unit(unit)
-            self.moves.outer_sums += Moved(its.outer_calls, its.outer_grad_bytes)
+            for share in self.units.unit(unit).repeated:
+                self.moves.outer_sums += Moved(share.calls, share.reduced)
         return 0
 
     def wrong_with(self, kind: int, unit: int, in_use: tuple[int, ...]) -> str:
@@ -276,7 +276,7 @@ class RowWalk(LaneClock):
             if not self._fresh[unit]:
                 return "has no gradients since they were last summed"
             return "was summed over instances already" if unit in self._outer_summed else ""
-        if self.residency.outer == 1:
+        if not self.units.unit(unit).repeated:
             return "has no other instances"
         if not self._groups[unit] or self._fresh[unit] or unit in self._open:
             return "is summed over instances before its last reduction"
@@ -284,11 +284,13 @@ class RowWalk(LaneClock):
 
     def _gather(self, moves: Moves, unit: int, *, first: bool, changed: bool) -> None:
         """first: of the row. changed: the weights, since the last row."""
-        asked = self.residency
-        if asked.ways > 1 and (self._weights_sharded or changed):
-            moves.gathers += Moved(1, self.units.weight_bytes[unit])
-        if first and changed and asked.outer_optimizer and asked.outer > 1:
-            moves.outer_gathers += Moved(1, self.units.unit(unit).outer_weight_bytes)
+        its = self.units.unit(unit)
+        for share in its.cut if self._weights_sharded or changed else ():
+            if share.gathered:
+                moves.gathers += Moved(1, share.gathered)
+        for share in its.repeated if first and changed else ():
+            if share.gathered:
+                moves.outer_gathers += Moved(1, share.gathered)
 
     def _gathers_before(self, place: int) -> Moves:
         """Of the new weights."""
@@ -311,7 +313,7 @@ class RowWalk(LaneClock):
             return f"{self._name(unit)} is still gathered here"
         if self._fresh[unit]:
             return f"gradients of {self._name(unit)} are never reduced"
-        if self._groups[unit] and self.residency.outer > 1 and unit not in self._outer_summed:
+        if self._groups[unit] and self.units.unit(unit).repeated and unit not in self._outer_summed:
             return f"gradients of {self._name(unit)} are not summed over instances"
         return ""
 

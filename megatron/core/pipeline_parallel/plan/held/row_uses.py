@@ -92,7 +92,8 @@ class RowUses:
                     gradients.begin(unit)
                 for unit in use.completes:
                     gradients.complete(unit, op[1])
-                    complete.append(unit)
+                    if self.units.grad_bytes[unit]:
+                        complete.append(unit)
                 most = max(most, gradients.held)
                 while complete and (overlap_reduce or use is uses[-1]):
                     gradients.sum(REDUCE, complete.pop(0))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +21,28 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import BW, READS_WEIGHTS, WRITES_GRADS, B, F, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace
 
 Access = tuple[int, ...]
+# Of a unit, what no engine knows.
+ONLY_PLANNED = ("f", "b", "w", "activation", "held_after_b", "optimizer_bytes")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a unit has to do with one group of ranks, in bytes.
+
+    gathered: its whole weights as a gather makes them, padding included; over instances, the parts that these gather
+    where they cut the optimizer. reduced: its whole gradients as a reduction takes them, or as instances sum them. 0:
+    nothing to gather, or to reduce. at_rest: what this rank holds of its weights, gradients and main weights between
+    steps. calls: collectives that a reduction, or a sum over instances, is made of.
+    """
+
+    group: RankGroup
+    gathered: int = 0
+    reduced: int = 0
+    at_rest: int = 0
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -28,15 +50,12 @@ class UnitCosts:
     """One unit of one stage: what one microbatch costs on one rank, and what its weights and gradients take.
 
     name: unique on a rank; units of two stages of a rank that have one name are one unit (a tied embedding). f, b, w:
-    times in the cost model's unit. activation, held_after_b: as in `CostModel`. weight_bytes: its whole weights as
-    UNSHARD makes them, padding included; 0: nothing to gather. grad_bytes: its whole gradients as REDUCE takes them, 0:
-    frozen; where gradients are sharded they are held from the first contribution to the end of that REDUCE.
-    extra_grad_bytes: accumulators of further uses that this stage's contributions need (a tied matrix's lookup), held
-    from the unit's last access of a computation to the end of its REDUCE. shard_bytes: what this rank holds of all its
-    states at rest. outer_grad_bytes, outer_weight_bytes: what is summed over instances, and gathered from them where
-    they cut the optimizer. reduce_calls, outer_calls: collectives that a REDUCE, and a sum over instances, is made of.
-    backward_reads: whether B and BW read its weights. begins_with_lookup: not in the last of its several accesses
-    there, that of a lookup.
+    times in the cost model's unit. activation, held_after_b: as in `CostModel`. shares: by group of ranks. Where
+    weights are sharded the gathered ones are held while they are in use; where gradients are, whole ones from the first
+    contribution to the end of their reduction. extra_grad_bytes: accumulators of further uses that this stage's
+    contributions need (a tied matrix's lookup), held from the unit's last access of a computation to the end of its
+    REDUCE. optimizer_bytes: moments, and copies to take a step back by. backward_reads: whether B and BW read its
+    weights. begins_with_lookup: not in the last of its several accesses there, that of a lookup.
     """
 
     name: str
@@ -45,37 +64,122 @@ class UnitCosts:
     w: float = 0.0
     activation: float = 0.0
     held_after_b: float = 0.0
-    weight_bytes: int = 0
-    grad_bytes: int = 0
+    shares: tuple[Share, ...] = ()
     extra_grad_bytes: int = 0
-    shard_bytes: int = 0
-    outer_grad_bytes: int = 0
-    outer_weight_bytes: int = 0
-    reduce_calls: int = 1
-    outer_calls: int = 1
+    optimizer_bytes: int = 0
     backward_reads: bool = True
     begins_with_lookup: bool = False
+
+    @functools.cached_property
+    def cut(self) -> tuple[Share, ...]:
+        """With groups of several ranks that cut its states: what UNSHARD gathers and REDUCE sums."""
+        return self._of_several(instances=False)
+
+    @functools.cached_property
+    def repeated(self) -> tuple[Share, ...]:
+        """With several instances: what HSDP_ALL_REDUCE sums."""
+        return self._of_several(instances=True)
+
+    def _of_several(self, *, instances: bool) -> tuple[Share, ...]:
+        groups = ((share, share.group) for share in self.shares)
+        return tuple(share for share, group in groups if group.size > 1 and group.instances == instances)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What its gathered weights take."""
+        return sum(share.gathered for share in self.cut)
+
+    @property
+    def grad_bytes(self) -> int:
+        """What its whole gradients take where they are cut."""
+        return sum(share.reduced for share in self.cut)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Of gradients that ranks sum up, whoever they are; 0 where it is frozen."""
+        return self.grad_bytes or sum(share.reduced for share in self.repeated)
+
+    @property
+    def bytes_at_rest(self) -> int:
+        return sum(share.at_rest for share in self.shares) + self.optimizer_bytes
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """How large what the engine makes of parameters is.
+    """What parameters become in an engine: how their states are cut, and bytes of one element of each.
 
-    align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data parallel ranks). weight, grad:
-    bytes of an element as it is gathered, and as it is reduced. at_rest: of all states (bytes of an element, ranks that
-    it is cut over). inner: ranks that share the states. outer_grad, outer_weight: bytes of an element of their parts
-    that instances sum, and that they gather, 0 where they do not cut the optimizer. bucket_size: elements to which
-    neighbours are merged where gradients are whole at rest; None: a bucket a unit.
+    sharding: the effective row. align: elements that a bucket is padded to a multiple of (shard_layout: 128 x data
+    parallel ranks). weight: as it is gathered. grad, main_grad: as it is reduced where gradients are cut, and as it is
+    summed up. main_weight: 0 where the weights are the main ones. optimizer: of moments, and of copies to take a step
+    back by. bucket_size, num_buckets: where gradients are whole, elements to which neighbours are merged, or how many
+    units they are merged to; None, None: a bucket a unit.
     """
 
+    sharding: Sharding
+    place: ShardPlace
     align: int
     weight: int
     grad: int
-    at_rest: tuple[tuple[int, int], ...] = ()
-    inner: int = 1
-    outer_grad: int = 0
-    outer_weight: int = 0
+    main_grad: int
+    main_weight: int = 0
+    optimizer: int = 0
     bucket_size: int | None = None
+    num_buckets: int | None = None
+
+    @property
+    def reduced(self) -> int:
+        """Of an element of whole gradients."""
+        return self.main_grad if self.sharding.main_grads is ShardOver.NONE else self.grad
+
+    @property
+    def at_rest(self) -> tuple[tuple[int, int], ...]:
+        """Of weights, gradients and main weights: (bytes of an element, ranks that they are cut over)."""
+        row, ways = self.sharding, self.place.ways
+        rounds = bool(self.main_weight) and row.gathers_from_main(self.place)
+        cuts = (row.weights, row.main_grads, row.optimizer)
+        sizes = (0 if rounds else self.weight, self.main_grad, self.main_weight)
+        return tuple((size, ways(cut)) for size, cut in zip(sizes, cuts, strict=True))
+
+    @property
+    def of_parameter(self) -> float:
+        """Of a parameter's states on a rank, all together."""
+        rest = sum(size / ways for size, ways in self.at_rest)
+        return rest + self.optimizer / self.place.ways(self.sharding.optimizer)
+
+    def merged_to(self, numel: int) -> int:
+        """Elements that merged units have at least, of so many that a rank trains."""
+        assert self.bucket_size is not None, "units that are not merged"
+        return self.bucket_size if self.num_buckets is None else max(1, math.ceil(numel / self.num_buckets))
+
+    def laid_out(self, unit: UnitCosts, parameters: Sequence[int]) -> UnitCosts:
+        """A unit with what so many parameters take, those of each flat buffer in a bucket of their own.
+        extra_grad_bytes: of the unit that is given, elements."""
+        buckets = [-(-numel // self.align) * self.align for numel in parameters if numel]
+        numel, row, ways = sum(buckets), self.sharding, self.place.ways
+        # What is whole and shared is summed later, and all-reduces take a bucket each.
+        later = row.main_grads is ShardOver.NONE and len(buckets) == 2
+        scattered = row.optimizer is ShardOver.FULL and self.place.outer_size > 1
+        summed = ways(row.main_grads if scattered else row.optimizer)
+        inner, outer = self.place.groups
+        cut = Share(
+            inner,
+            gathered=numel * self.weight,
+            reduced=numel * self.reduced,
+            at_rest=sum(numel // parts * size for size, parts in self.at_rest),
+            calls=len(buckets) if row.optimizer is ShardOver.NONE else 1 + later,
+        )
+        repeated = Share(
+            outer,
+            gathered=numel // ways(row.weights) * self.weight * scattered,
+            reduced=numel // summed * self.main_grad,
+            calls=1 + later if scattered else len(buckets),
+        )
+        return dataclasses.replace(
+            unit,
+            shares=(cut, repeated),
+            extra_grad_bytes=unit.extra_grad_bytes * self.reduced,
+            optimizer_bytes=numel // ways(row.optimizer) * self.optimizer,
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +201,12 @@ class StageUnits:
     def of_dict(cls, content: Mapping[str, Any]) -> StageUnits:
         """What `dataclasses.asdict`, by way of JSON, has made of one."""
         forward, backward = (tuple(map(tuple, content[name])) for name in ("forward", "backward"))
-        return cls(tuple(UnitCosts(**unit) for unit in content["units"]), forward, backward)
+        return cls(tuple(map(_unit_of_dict, content["units"])), forward, backward)
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        """The groups of ranks that its units have to do with."""
+        return tuple(dict.fromkeys(share.group for unit in self.units for share in unit.shares))
 
     def accesses(self, op: RawOp) -> tuple[Access, ...]:
         """Those of a computation, in order; of a W with a range of units only its own."""
@@ -134,6 +243,11 @@ class StageUnits:
         return tuple(sum(times[unit] / count[unit] for unit in access) / whole for access in accesses)
 
 
+def _unit_of_dict(content: Mapping[str, Any]) -> UnitCosts:
+    shares = (Share(**{**share, "group": RankGroup(**share["group"])}) for share in content["shares"])
+    return UnitCosts(**{**content, "shares": tuple(shares)})
+
+
 def _first_and_last(accesses: Sequence[Access]) -> tuple[dict[int, int], dict[int, int]]:
     """By unit, its first and its last access."""
     last = {unit: at for at, access in enumerate(accesses) for unit in access}
@@ -141,22 +255,23 @@ def _first_and_last(accesses: Sequence[Access]) -> tuple[dict[int, int], dict[in
     return first, last
 
 
-def with_work_of(stage: StageUnits, other: StageUnits | None) -> StageUnits:
-    """The same units with times, activations and states at rest (where it knows them) of another's units of these
-    names; where it has others, or there is none, in proportion to their bytes of gradients: only shares of a stage's
-    time are read."""
-    known = {} if other is None else {unit.name: unit for unit in other.units}
-    alike = set(known) == {unit.name for unit in stage.units}
-    units = []
-    for unit in stage.units:
-        work = known.get(unit.name)
-        if work is None or not alike:
-            size = float(unit.grad_bytes)
-            units.append(dataclasses.replace(unit, f=size, b=size, w=size))
-            continue
-        taken = {name: getattr(work, name) for name in ("f", "b", "w", "activation", "held_after_b")}
-        units.append(dataclasses.replace(unit, **taken, shard_bytes=work.shard_bytes or unit.shard_bytes))
-    return dataclasses.replace(stage, units=tuple(units))
+def differing(planned: StageUnits, built: StageUnits) -> str | None:
+    """The first unit in which a stage that was built differs from what its plan was made from, with the figures of both
+    sides; None where they are alike. What only a plan knows, times and the optimizer's states, is not compared."""
+    for one, other in itertools.zip_longest(planned.units, built.units):
+        if one is None or other is None or one.name != other.name:
+            names = [", ".join(unit.name for unit in stage.units) or "none" for stage in (planned, built)]
+            return "the plan has the units {}, the model {}".format(*names)
+        for field in dataclasses.fields(UnitCosts):
+            mine, theirs = getattr(one, field.name), getattr(other, field.name)
+            if field.name not in ONLY_PLANNED and mine != theirs:
+                return f"unit {one.name}: {field.name} of the plan {mine}, of the model {theirs}"
+    rows = [(stage.forward, stage.backward) for stage in (planned, built)]
+    if rows[0] != rows[1]:
+        return "units {}: accesses of the plan {}, of the model {}".format(
+            ", ".join(unit.name for unit in built.units), *rows
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +290,8 @@ class RankUnits:
     """The units of one pipeline rank, numbered: those of one name are one.
 
     stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the place in it
-    of each. weight_bytes, grad_bytes: by number. extra_bytes: of (number, stage), where it is more than none.
-    shard_bytes: of all.
+    of each. weight_bytes, grad_bytes: by number, what whole ones take. extra_bytes: of (number, stage), where it is
+    more than none. bytes_at_rest: of all.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Sequence[StageUnits]) -> None:
@@ -188,7 +303,7 @@ class RankUnits:
         self.weight_bytes: list[int] = []
         self.grad_bytes: list[int] = []
         self.extra_bytes: dict[tuple[int, int], int] = {}
-        self.shard_bytes = 0
+        self.bytes_at_rest = 0
         self._uses: dict[tuple[int, int, int, int], tuple[Use, ...]] = {}
         numbers: dict[str, int] = {}
         for stage in placement.stages_of(rank):
@@ -200,11 +315,11 @@ class RankUnits:
                     self.home.append((stage, place))
                     self.weight_bytes.append(unit.weight_bytes)
                     self.grad_bytes.append(unit.grad_bytes)
-                    self.shard_bytes += unit.shard_bytes
-                sizes = (self.weight_bytes[number], self.grad_bytes[number])
-                assert sizes == (unit.weight_bytes, unit.grad_bytes), (
-                    f"unit {unit.name} has {sizes} bytes in stage {self.home[number][0]}, in stage {stage} "
-                    f"{(unit.weight_bytes, unit.grad_bytes)}"
+                    self.bytes_at_rest += unit.bytes_at_rest
+                first = self.unit(number)
+                assert first.shares == unit.shares, (
+                    f"unit {unit.name} has {first.shares} in stage {self.home[number][0]}, in stage {stage} "
+                    f"{unit.shares}"
                 )
                 if unit.grad_bytes and unit.extra_grad_bytes:
                     self.extra_bytes[number, stage] = unit.extra_grad_bytes
@@ -228,7 +343,7 @@ class RankUnits:
     def _compiled(self, op: RawOp) -> tuple[Use, ...]:
         stage, numbers = self.stages[op[1]], self.of[op[1]]
         accesses = stage.accesses(op)
-        adds = [WRITES_GRADS[op[0]] and bool(unit.grad_bytes) for unit in stage.units]
+        adds = [WRITES_GRADS[op[0]] and bool(unit.reduced_bytes) for unit in stage.units]
         first, last = _first_and_last(accesses)
         uses = [
             Use(

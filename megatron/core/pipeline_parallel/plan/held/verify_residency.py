@@ -19,10 +19,22 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, grouping_of, walk_row
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts, rank_units
+from megatron.core.pipeline_parallel.plan.held.units import (
+    RankUnits,
+    Share,
+    StageUnits,
+    UnitCosts,
+    rank_units,
+)
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.lanes import lane_of
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency import (
+    LaneCosts,
+    PlannedResidency,
+    Residency,
+    are_shared,
+    over_ranks,
+)
 from megatron.core.words import size_text
 
 
@@ -34,21 +46,22 @@ def verify_residency(
     costs: activations in bytes, for a limit. Raises PlanError naming rank, place and operation, or what the plan was
     made for if that is something else.
     """
-    if residency.moves:
+    shared = are_shared(stages)
+    if shared:
         _made_for(plan, PlannedResidency.of(residency, stages, ()))
     walks, words = [], plan.residency
     of_ranks = rank_units(plan.placement, tuple(stages))
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
-        for place, op in enumerate(row if not residency.moves else ()):
+        for place, op in enumerate(row if not shared else ()):
             if ir.IS_BESIDE[op[0]]:
                 raise ir.wrong_op(rank, place, op, "there are no data parallel peers to share anything with")
         walk = walk_row(row, units, residency, costs, forward_only=plan.forward_only)
-        if residency.moves:
+        if shared:
             uses = RowUses(row, units)
             _counts(residency, uses, walk, forward_only=plan.forward_only)
             _bytes(residency, uses, walk)
         walks.append(walk)
-    if residency.moves and words is not None:
+    if shared and words is not None:
         grouping = grouping_of(plan.placement, of_ranks, [walk.groups for walk in walks])
         if words.grouping != grouping:
             raise PlanError(
@@ -66,7 +79,7 @@ def _made_for(plan: Plan, expected: PlannedResidency) -> None:
     for what, mine, theirs in (
         ("units", found.units, expected.units),
         ("strategy", found.strategy, expected.strategy),
-        ("ranks", (found.ways, found.outer), (expected.ways, expected.outer)),
+        ("ranks", over_ranks(found.groups), over_ranks(expected.groups)),
         ("optimizer over instances", found.outer_optimizer, expected.outer_optimizer),
         ("policy", found.policy, expected.policy),
     ):
@@ -77,7 +90,8 @@ def _made_for(plan: Plan, expected: PlannedResidency) -> None:
 def _counts(residency: Residency, uses: RowUses, walk: RowWalk, *, forward_only: bool) -> None:
     """V12. A policy that keeps nothing gathers for every use and reduces after every contribution; where all is kept,
     or is whole at rest, once a unit."""
-    read, added = sum(map(len, uses.reads)), sum(map(len, uses.adds))
+    read, sizes = sum(map(len, uses.reads)), uses.units.grad_bytes
+    added = sum(len(spans) if size else bool(spans) for spans, size in zip(uses.adds, sizes, strict=True))
     read_once, added_once = sum(map(bool, uses.reads)), sum(map(bool, uses.adds))
     gathers: int | None = read_once if residency.gathers_once and not forward_only else 0
     if residency.weights_sharded:
@@ -86,7 +100,7 @@ def _counts(residency: Residency, uses: RowUses, walk: RowWalk, *, forward_only:
     if residency.grads_sharded:
         reductions = {"memory": added, "backward": added, "step": added_once}.get(residency.policy)
     for what, expected, found in (
-        ("gathers", gathers, walk.moves.gathers.calls or walk.moves.outer_gathers.calls),
+        ("gathers", gathers, walk.num_gathers),
         ("reductions", reductions, sum(map(len, walk.groups))),
     ):
         if expected is not None and expected != found:
@@ -98,8 +112,8 @@ def _counts(residency: Residency, uses: RowUses, walk: RowWalk, *, forward_only:
 def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
     """V5."""
     rank, held = uses.units.rank, walk.peak
-    if residency.limit is not None and uses.units.shard_bytes + held.total > residency.limit[rank]:
-        total = uses.units.shard_bytes + held.total
+    if residency.limit is not None and uses.units.bytes_at_rest + held.total > residency.limit[rank]:
+        total = uses.units.bytes_at_rest + held.total
         raise PlanError(
             f"rank {rank}, place {held.place}: {size_text(total)} are held, the limit is "
             f"{size_text(residency.limit[rank])}"
@@ -146,9 +160,11 @@ def verify_lanes(plan: Plan) -> None:
     if counts != [(len(units), len(units)) for units in words.units]:
         raise PlanError("the plan's units and its groups of microbatches are not of the same units")
     stages = []
+    groups = [(group, not group.instances or words.outer_optimizer) for group in words.groups]
+    shares = tuple(Share(group, int(gathers), 1) for group, gathers in groups)
     for names in words.units:
         together = (tuple(range(len(names))),)
-        named = tuple(UnitCosts(name, weight_bytes=1, grad_bytes=1) for name in names)
+        named = tuple(UnitCosts(name, shares=shares) for name in names)
         stages.append(StageUnits(named, together, together))
     for rank, row in enumerate(plan.rows):
         _WalkByWords(row, RankUnits(rank, plan.placement, stages), words).run()
@@ -158,8 +174,7 @@ class _WalkByWords(RowWalk):
     """Which accesses read or complete a unit is not known: gradients count as added when their computation begins."""
 
     def __init__(self, row: Row, units: RankUnits, words: PlannedResidency) -> None:
-        asked = Residency(words.strategy, words.ways, words.outer, words.outer_optimizer)
-        super().__init__(row, units, Lanes(tuple(units.stages), asked, LaneCosts()))
+        super().__init__(row, units, Lanes(tuple(units.stages), Residency(words.strategy), LaneCosts()))
         self._added: Counter[tuple[int, int]] = Counter()  # microbatches by (stage, unit)
         self._reductions: Counter[int] = Counter()
         # By unit: its stages, and the groups that each has named.

@@ -38,12 +38,12 @@ from megatron.core import safe_files, schema
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import POLICIES, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.verify import verify
-from megatron.core.sharding_table import STRATEGIES
+from megatron.core.sharding_table import STRATEGIES, RankGroup
 
 VERSION = 1
 LONGEST_LINE_BYTES = 1 << 20
@@ -53,7 +53,9 @@ _NS_PER_S = 1e9
 # A header, as `header_line` writes it.
 _SIZE, _SECONDS = schema.number(0.0, float(1 << 60)), schema.number(-LONGEST_S, LONGEST_S)
 _ACCESSES = schema.array(schema.array(schema.integer()))
-_UNIT = schema.fields_of(UnitCosts, **dict.fromkeys(("f", "b", "w", "activation", "held_after_b"), _SIZE))
+_SHARE = schema.fields_of(Share, group=schema.fields_of(RankGroup))
+_TIMES = dict.fromkeys(("f", "b", "w", "activation", "held_after_b"), _SIZE)
+_UNIT = schema.fields_of(UnitCosts, shares=schema.array(_SHARE), **_TIMES)
 _LANES = {
     "stages": schema.array({"units": schema.array(_UNIT), "forward": _ACCESSES, "backward": _ACCESSES}),
     "residency": schema.fields_of(

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.plan.passes import orders
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.passes.residency_rows import Reserve, RowMaker
-from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency, are_shared
 from megatron.core.pipeline_parallel.plan.simulate import Merit
 from megatron.core.pipeline_parallel.plan.verify import verify
 
@@ -76,7 +76,7 @@ def add_residency(
             "policy backward keeps a microbatch's weights from F to B, and in a pipeline several are under way: use "
             "policy budget"
         )
-    if not residency.moves:
+    if not are_shared(stages):
         return plan
     maker = RowMaker(plan, tuple(stages), residency, costs, lanes, grouping)
     best = maker.made(plan, RESERVES[0]) if lanes is None else PlanSearch(maker).best_of()
@@ -211,7 +211,7 @@ class PlanSearch:
         assert asked.limit is not None
         uses = [maker.uses(rank, row) for rank, row in enumerate(self.plan.rows)]
         return orders.Room(
-            [limit - one.units.shard_bytes for limit, one in zip(asked.limit, uses, strict=True)],
+            [limit - one.units.bytes_at_rest for limit, one in zip(asked.limit, uses, strict=True)],
             [one.most_read * asked.weights_sharded for one in uses],
             [sum(one.grad_bytes for one in stage.units) * asked.grads_sharded for stage in maker.stages],
         )

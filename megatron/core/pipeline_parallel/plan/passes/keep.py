@@ -34,9 +34,9 @@ def kept_gaps(
     kept: set[Gap] = set()
     if not residency.weights_sharded:  # whole at rest
         kept, weights = set(weights), []
-    if not residency.grads_sharded:
-        kept, grads = kept | set(grads), []
-    elif grouping is not None:
+    kept |= {gap for gap in grads if not (residency.grads_sharded and gap.size)}  # these too
+    grads = [gap for gap in grads if gap not in kept]
+    if grouping is not None:
         kept, grads = kept | set(_grouped(uses, grads, grouping)), []
     if residency.policy == "backward":
         return kept | {gap for gap in weights if _to_backward(uses.reads[gap.unit], gap)}

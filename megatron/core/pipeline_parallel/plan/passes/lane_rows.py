@@ -87,7 +87,8 @@ def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> list
         issued.append((moment, ir.REDUCE, stay))
         if waiting is not None:
             issued.append((moment, ir.HSDP_ALL_REDUCE, waiting))
-        waiting = stay if residency.outer > 1 and last[stay.unit] is stay else None
+        has_instances = uses.units.unit(stay.unit).repeated
+        waiting = stay if has_instances and last[stay.unit] is stay else None
     return issued if waiting is None else [*issued, (uses.num_moments, ir.HSDP_ALL_REDUCE, waiting)]
 
 

@@ -160,7 +160,8 @@ def split_trailing(plan: Plan, stages: Sequence[StageUnits], parts: int) -> Plan
         last = max(place for place, op in enumerate(tail) if op[0] == W)
         written = [op for op in tail[:last] if op[0] != W]
         sizes = {
-            stage: [unit.grad_bytes for unit in stages[stage].units] for stage in {op[1] for op in trailing}
+            stage: [unit.reduced_bytes for unit in stages[stage].units]
+            for stage in {op[1] for op in trailing}
         }
         for stage in sorted(sizes, key=lambda one: (-max(sizes[one], default=0), -one)):
             mine = [op for op in trailing if op[1] == stage]

@@ -209,7 +209,7 @@ class RowMaker:
         held = activations(uses.row, self.costs, forward_only=self.plan.forward_only)
         room: list[float] = []
         for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
-            room += [limit - uses.units.shard_bytes - used] * (end - first)
+            room += [limit - uses.units.bytes_at_rest - used] * (end - first)
         return room
 
     def _gradients(self, uses: RowUses, kept: set[Gap], reserve: Reserve) -> list[int]:

@@ -16,9 +16,11 @@ from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.module import ModelChunks
 from megatron.core.pipeline_parallel.plan.held.units import StateBytes
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace
 from tests.harness.tiny_models import VARIANTS, tiny_config
 
 VOCAB, RANKS = 96, 4
+WHOLE = StateBytes(STRATEGIES["no_shard"], ShardPlace(), 1, 1, 1, 1)
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
 MODELS = {
@@ -93,9 +95,11 @@ def test_units_are_those_of_the_engine(model, pipeline, limit):
     placement, counts = PIPELINES[pipeline]
     specs = stages_of(counts)
     costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="fp32")
-    sizes = StateBytes(
-        ALIGNMENT * RANKS, 2, 4, ((2, 4), (12, 4)), 4, outer_grad=4, outer_weight=2, bucket_size=limit
-    )
+    sharding = STRATEGIES["optim_grads_params" if limit is None else "optim"]
+    if limit is None:
+        sharding = dataclasses.replace(sharding, optimizer=ShardOver.FULL)
+    place = ShardPlace(inner_size=RANKS // 2, outer_size=2)
+    sizes = StateBytes(sharding, place, ALIGNMENT * RANKS, 2, 4, 4, 4, 8, bucket_size=limit)
     ours = stage_units(costs, specs, placement, sizes)
     for rank in range(placement.num_ranks):
         chunks = built(config, specs, placement, rank)
@@ -108,15 +112,20 @@ def test_units_are_those_of_the_engine(model, pipeline, limit):
         mine = [stage for stage, one in enumerate(placement.ranks()) if one == rank]
         for stage, chunk in zip(mine, found.chunks, strict=True):
             units = ours[stage].units
-            assert [unit.name for unit in units] == [found.units[number].name for number in chunk.numbers]
-            places = {number: place for place, number in enumerate(chunk.numbers)}
-            theirs = chunk.renumbered(places)
+            assert [unit.name for unit in units] == [found.units[number].name for number in chunk.units]
+            places = {number: place for place, number in enumerate(chunk.units)}
+            theirs = chunk.renamed(places)
             assert (ours[stage].forward, ours[stage].backward) == (theirs.forward, theirs.backward)
             for unit in units:
                 numel = elements[unit.name]
                 assert (unit.weight_bytes, unit.grad_bytes) == (2 * numel, 4 * numel)
-                assert unit.shard_bytes == numel // 4 * 14
-                assert (unit.outer_grad_bytes, unit.outer_weight_bytes) == (numel, numel // 4 * 2)
+                (outer,) = unit.repeated
+                if limit is None:  # weights and gradients over 2 ranks, what the optimizer has over all 4
+                    assert unit.bytes_at_rest == numel // 2 * 6 + numel // 4 * 12
+                    assert (outer.reduced, outer.gathered) == (numel // 2 * 4, numel // 2 * 2)
+                else:
+                    assert unit.bytes_at_rest == numel * 6 + numel // 2 * 12
+                    assert (outer.reduced, outer.gathered) == (numel // 2 * 4, 0)
         meta = {name: one for chunk in chunks for name, one in chunk.param_meta.items()}
         parameters = ModelChunks(tuple(chunks)).parameters
         extra = {
@@ -138,7 +147,7 @@ def test_costs_of_units_are_those_of_their_stage(model, pipeline):
     placement, counts = PIPELINES[pipeline]
     specs = stages_of(counts)
     costs = ModelCosts(config, VOCAB, micro_batch_size=2, params_dtype="fp32")
-    ours = stage_units(costs, specs, placement, StateBytes(1, 1, 1))
+    ours = stage_units(costs, specs, placement, WHOLE)
     whole = costs.of_stages(specs)
     for stage, units in enumerate(ours):
         if not units.units:
@@ -155,7 +164,9 @@ def test_a_recomputed_layers_backward_takes_its_forward_too():
     plain = dataclasses.replace(costs, config=dataclasses.replace(config, recompute_granularity=None))
     placement = Placement("linear", 1)
     ours, theirs = (
-        stage_units(one, stages_of((4,)), placement, StateBytes(1, 1, 1))[0].units[1:5]
+        stage_units(
+            one, stages_of((4,)), placement, StateBytes(STRATEGIES["no_shard"], ShardPlace(), 1, 1, 1, 1)
+        )[0].units[1:5]
         for one in (costs, plain)
     )
     assert [one.b - other.b for one, other in zip(ours, theirs, strict=True)] == pytest.approx([1, 1, 0, 0])

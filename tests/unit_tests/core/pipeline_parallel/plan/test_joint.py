@@ -27,17 +27,8 @@ def candidates(ranks, limit, draw, strategies=(OPTIM, SHARDED)):
         for strategy in strategies:
             stages = unit_stages.model(placement, 4 // chunks)
             if strategy == OPTIM:  # gradients are whole at rest
-                stages = tuple(
-                    dataclasses.replace(
-                        one,
-                        units=tuple(
-                            dataclasses.replace(unit, shard_bytes=unit.weight_bytes + unit.grad_bytes)
-                            for unit in one.units
-                        ),
-                    )
-                    for one in stages
-                )
-            asked = Residency(strategy, ways=4, policy="budget", limit=(limit,) * ranks)
+                stages = unit_stages.whole_at_rest(stages)
+            asked = Residency(strategy, policy="budget", limit=(limit,) * ranks)
             words = {"stages_units": stages, "residency": asked, "lanes": LaneCosts(bandwidth=bandwidth)}
             found.append(ScheduleSpec(name, placement, costs, group_size=group, estimated=True, **words))
     return found

@@ -32,7 +32,7 @@ def most_held(plan, spec):
     for rank, row in enumerate(plan.rows):
         units = RankUnits(rank, plan.placement, spec.stages_units)
         walk = walk_row(row, units, spec.residency, spec.costs, boundaries=True)
-        found.append(units.shard_bytes + max(one.total for one in walk.boundaries))
+        found.append(units.bytes_at_rest + max(one.total for one in walk.boundaries))
     return found
 
 
@@ -51,7 +51,7 @@ def small(count, draw):
     stages = tuple(unit_stages.layers(stage, count) for stage in range(2))
     least = 3 * count + unit_stages.W_BYTES + 2 * unit_stages.G_BYTES + costs.activation[0]
     limit = round(least * draw.uniform(1, 2.5))
-    asked = Residency(SHARDED, ways=4, policy="budget", limit=(limit,) * 2)
+    asked = Residency(SHARDED, policy="budget", limit=(limit,) * 2)
     words = {
         "stages_units": stages,
         "residency": asked,
@@ -141,19 +141,10 @@ def random_candidates(draw):
         for strategy in (OPTIM, SHARDED):
             stages = unit_stages.model(placement, layers, ends=ends)
             if strategy == OPTIM:
-                stages = tuple(
-                    dataclasses.replace(
-                        stage,
-                        units=tuple(
-                            dataclasses.replace(unit, shard_bytes=unit.weight_bytes + unit.grad_bytes)
-                            for unit in stage.units
-                        ),
-                    )
-                    for stage in stages
-                )
+                stages = unit_stages.whole_at_rest(stages)
             every = [sum(unit.weight_bytes + unit.grad_bytes for unit in stage.units) for stage in stages]
             limit = share * (max(every) * chunks + ranks * max(figures["activation"]))
-            asked = Residency(strategy, ways=4, policy="budget", limit=(limit,) * ranks)
+            asked = Residency(strategy, policy="budget", limit=(limit,) * ranks)
             words = {"stages_units": stages, "residency": asked, "lanes": wire}
             found.append(ScheduleSpec(name, placement, costs, estimated=True, **words))
     return found, total

@@ -39,9 +39,9 @@ def planned(name, number):
     plan, costs = lowered(name)
     if number % 4 == 3:
         plan = post_validation(plan, costs)
-    stages = model(plan.placement, 2, tied=bool(number % 2))
-    strategy, policy, words = ASKED[number % len(ASKED)]
-    residency = asked(strategy, policy, 3, **words)
+    strategy, policy, ranks = ASKED[number % len(ASKED)]
+    stages = model(plan.placement, 2, tied=bool(number % 2), **ranks)
+    residency = asked(strategy, policy, 3)
     return add_residency(plan, stages, residency, costs, LaneCosts(bandwidth=50.0)), costs, stages, residency
 
 

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
     start_up_lines,
 )
 from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.sharding_table import ShardPlace
 from megatron.training.report.metrics_file import MetricsFile, read_metrics
 
 MIB = 2**20
@@ -31,7 +32,9 @@ STEP = StepResidency(
 
 
 def test_start_up():
-    line, moved = start_up_lines("zbv", Residency("optim_grads_params", ways=2), PLANNED)
+    line, moved = start_up_lines(
+        "zbv", Residency("optim_grads_params"), ShardPlace(inner_size=2).groups, PLANNED
+    )
     assert line == (
         " > residency: zbv, optim_grads_params over 2 ranks, policy memory; "
         f"pipeline rank 1 holds the most at once: {HELD_TEXT}"
@@ -40,7 +43,9 @@ def test_start_up():
         " > a step moves on pipeline rank 1: 24 gathers, 1 reduction, 45 MiB, lane busy 61.00%, exposed 3.20%"
     )
     unknown = RankResidency(0, STATES, STATES, None, MOVES)
-    line, _ = start_up_lines("1f1b", Residency("optim", outer=4, policy="step"), unknown)
+    line, _ = start_up_lines(
+        "1f1b", Residency("optim", policy="step"), ShardPlace(outer_size=4).groups, unknown
+    )
     assert line.startswith(" > residency: 1f1b, optim over 1 rank in 4 instances, policy step; ")
     assert "holds the most at once, activations apart, which are not known: 4.5 MiB (at rest" in line
 

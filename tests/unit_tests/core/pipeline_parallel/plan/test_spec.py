@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
 from megatron.core.pipeline_parallel.plan.text import load_plan, to_json
+from tests.harness.unit_stages import shares
 
 
 def spec_of(name, ranks=2, **facts):
@@ -38,9 +39,9 @@ def test_equal_specs_have_one_plan_and_reasons_are_no_part_of_it():
 
 
 def test_data_parallelism_is_the_last_pass_of_every_purpose():
-    unit = UnitCosts("unit", f=1.0, b=1.0, w=1.0, weight_bytes=8, grad_bytes=8)
+    unit = UnitCosts("unit", f=1.0, b=1.0, w=1.0, shares=shares(8, 8, ways=2))
     stages = (StageUnits((unit,), ((0,),), ((0,),)),) * 2
-    residency = Residency("optim_grads_params", ways=2)
+    residency = Residency("optim_grads_params")
     bare = spec_of("zb-h1")
     spec = dataclasses.replace(bare, stages_units=stages, residency=residency)
     assert spec.bare == bare
@@ -49,7 +50,8 @@ def test_data_parallelism_is_the_last_pass_of_every_purpose():
         assert plan == add_residency(plan_for(bare, 4, purpose), stages, residency, spec.costs)
         assert any(IS_BESIDE[op[0]] for row in plan.rows for op in row)
     assert plan_for(spec, 4, PlanPurpose.ORDER) == plan_for(bare, 4, PlanPurpose.ORDER)
-    alone = dataclasses.replace(spec, residency=Residency("no_shard"))
+    unshared = dataclasses.replace(unit, shares=shares(8, 8, ways=1))
+    alone = dataclasses.replace(spec, stages_units=(StageUnits((unshared,), ((0,),), ((0,),)),) * 2)
     assert plan_for(alone, 4, PlanPurpose.TRAIN) is plan_for(bare, 4, PlanPurpose.TRAIN)
 
 

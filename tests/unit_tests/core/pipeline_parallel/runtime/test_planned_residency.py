@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBound
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from tests.harness.telling_stages import Log, NoChannel, TellingStage
 from tests.harness.toy_pipeline import lowered
+from tests.harness.unit_stages import shares
 
 
 class Weights(Log):
@@ -134,7 +135,11 @@ def tied_units(placement):
                 [head, *backward],
             )
         costs = tuple(
-            UnitCosts(name, weight_bytes=2, grad_bytes=4, backward_reads=name != "embedding" or stage > 0)
+            UnitCosts(
+                name,
+                shares=shares(2, 4, ways=2, outer=2, instances=(2, 0)),
+                backward_reads=name != "embedding" or stage > 0,
+            )
             for name in names
         )
         units.append(StageUnits(costs, tuple(forward), tuple(backward)))
@@ -156,7 +161,7 @@ def test_ranks_do_to_the_letter_what_add_residency_has_planned(schedule, strateg
     plan = lowered(build_plan(schedule, Request(2, 6, chunks)))
     place = plan.placement
     units = tied_units(place)
-    residency = Residency(strategy, ways=2, outer=2, policy=policy)
+    residency = Residency(strategy, policy=policy)
     planned = add_residency(plan, units, residency, CostModel.of_ranks(place))
     for rank, row in enumerate(planned.rows):
         mine = [place.stage_of(rank, chunk) for chunk in range(place.num_chunks)]

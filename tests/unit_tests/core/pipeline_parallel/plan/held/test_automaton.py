@@ -49,6 +49,8 @@ def drawn(seed):
     costs = CostModel.of_ranks(plan.placement, **times, comm=rng.choice([0.0, 0.25]), **held)
     plan = lower(plan, costs)
     words = {"tied": rng.random() < 0.5, "group": rng.choice([1, 2]), "ends": rng.choice([1, 3])}
+    outer = rng.choice([1, 2])
+    words |= {"ways": rng.choice([2, 4]), "outer": outer, "outer_optimizer": outer > 1 and rng.random() < 0.5}
     stages = model(plan.placement, rng.choice([1, 2, 3]), **words)
     policy = rng.choice(["memory", "step", "budget", "limit"])
     bounds = {"policy": policy}
@@ -57,12 +59,8 @@ def drawn(seed):
         bounds["budget"] = (rng.choice([0, 40, 90]),) * ranks
     if policy == "limit":
         bounds = {"policy": "budget", "limit": (rng.choice([600.0, 900.0, 3000.0]),) * ranks}
-    outer = rng.choice([1, 2])
     residency = Residency(
         rng.choice(["no_shard", "optim", "optim_grads", "optim_grads_params", "optim_grads_params"]),
-        ways=rng.choice([2, 4]),
-        outer=outer,
-        outer_optimizer=outer > 1 and rng.random() < 0.5,
         overlap_reduce=rng.random() < 0.8,
         **bounds,
     )
@@ -87,8 +85,9 @@ def naively(plan, rank, stages, residency, costs, wire, starts=None):
 
     def seconds(kind, name, first):
         if kind == "UNSHARD":
-            return wire.unshard(by_name[name], residency, first=first)
-        return (wire.reduce if kind == "REDUCE" else wire.outer_sum)(by_name[name], residency)
+            return wire.unshard(by_name[name], first=first)
+        reduces = kind == "REDUCE"
+        return wire.reduce(by_name[name], residency) if reduces else wire.outer_sum(by_name[name])
 
     its = {}
     for stage in units.of:

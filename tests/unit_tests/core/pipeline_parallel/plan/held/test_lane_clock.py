@@ -29,7 +29,7 @@ def timed(text, strategy=SHARDED, wire=WIRE, stage=None, **words):
     row = parse_row(text.split())
     plan = Plan("test", Placement("linear", 1), 1 + max(op[2] for op in row), (row,))
     costs = CostModel((2.0,), (2.0,), (2.0,), (1.0,), (1.0,))
-    return simulate(plan, costs, Lanes((stage,), Residency(strategy, ways=4, **words), wire))
+    return simulate(plan, costs, Lanes((stage,), Residency(strategy, **words), wire))
 
 
 def test_accesses_wait_for_their_gathers_and_the_end_for_reductions():
@@ -126,7 +126,7 @@ def test_a_wait_is_counted_once_however_often_an_operation_is_tried(name, strate
         CostModel.of_ranks(plan.placement),
         tuple(map(layers, range(plan.placement.num_stages), [2] * 8)),
     )
-    residency = Residency(strategy, ways=4)
+    residency = Residency(strategy)
     plan = add_residency(post_validation(lower(plan, costs), costs), stages, residency, costs)
     found = simulate(plan, costs, Lanes(stages, residency, WIRE))
     for rank, row in enumerate(plan.rows):

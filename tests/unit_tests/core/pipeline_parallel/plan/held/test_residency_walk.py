@@ -11,11 +11,13 @@ from megatron.core.pipeline_parallel.plan.residency import Residency
 from tests.harness.unit_stages import layers, unit
 
 ALONE = Placement("linear", 1)
-SHARDED = Residency("optim_grads_params", ways=4)
+SHARDED = Residency("optim_grads_params")
 
 
-def walk(text, residency=SHARDED, stage=None, **words):
-    units = RankUnits(0, ALONE, [stage or layers(0, 2)])  # 10 bytes of weights, 20 of gradients each
+def walk(text, residency=SHARDED, stage=None, outer=1, **words):
+    units = RankUnits(
+        0, ALONE, [stage or layers(0, 2, outer=outer)]
+    )  # 10 bytes of weights, 20 of gradients each
     return walk_row(parse_row(text.split()), units, residency, **words)
 
 
@@ -80,16 +82,16 @@ def test_extra_accumulators_come_late_and_go_with_the_reduction():
 
 
 def test_instances_gather_once_a_row_and_sum_behind_the_last_reduction():
-    asked = Residency("optim_grads_params", ways=4, outer=2, outer_optimizer=True)
+    stage = layers(0, 2, outer=2, outer_optimizer=True)
     text = GOOD + " 0HSDP_ALL_REDUCE[1:2] 0HSDP_ALL_REDUCE[0:1]"
-    moves = walk(text, asked).moves
+    moves = walk(text, stage=stage).moves
     assert (moves.outer_gathers.calls, moves.outer_gathers.payload_bytes) == (2, 4)
     assert (moves.outer_sums.calls, moves.outer_sums.payload_bytes) == (2, 10)
 
 
 def test_whole_states_hold_nothing():
     text = "0UNSHARD[0:1] 0UNSHARD[1:2] 0F0 0BW0 0F1 0REDUCE[1:2].2 0BW1 0REDUCE[0:1]"
-    found = walk(text, Residency("optim", ways=2))
+    found = walk(text, Residency("optim"))
     assert found.most_transient == 0
     assert found.moves.gathers.calls == found.moves.reductions.calls == 2
     assert found.groups == (({0: 2},), ({0: 2},))
@@ -133,40 +135,40 @@ def test_wrong_rows_are_refused(old, new, message):
 @pytest.mark.parametrize(
     ("text", "residency", "message"),
     [
-        ("0UNSHARD[0:2] 0F0 0BW0 0REDUCE[0:2]", Residency("no_shard", ways=2), "is whole at rest"),
-        ("0F0 0BW0 0REDUCE[0:2]", Residency("optim", ways=2), "0F0: needs the weights of unit 0.0"),
+        ("0UNSHARD[0:2] 0F0 0BW0 0REDUCE[0:2]", Residency("no_shard"), "is whole at rest"),
+        ("0F0 0BW0 0REDUCE[0:2]", Residency("optim"), "0F0: needs the weights of unit 0.0"),
         (
             "0UNSHARD[0:2] 0F0 0BW0 0RESHARD[0:2] 0REDUCE[0:2]",
-            Residency("optim", ways=2),
+            Residency("optim"),
             "0RESHARD.*whole at rest",
         ),
         (
             "0F0 0BW0 0REDUCE[0:2] 0F1 0BW1 0REDUCE[0:2]",
-            Residency("no_shard", ways=2),
+            Residency("no_shard"),
             "0BW1: adds to the gradients of unit 0.1 after their last sum",
         ),
         (
             "0F0 0BW0 0REDUCE[0:2] 0HSDP_ALL_REDUCE[0:1]",
-            Residency("no_shard", ways=2, outer=2),
+            Residency("no_shard"),
             "gradients of unit 0.1 are not summed over instances",
         ),
         (
             "0F0 0BW0 0HSDP_ALL_REDUCE[0:2] 0REDUCE[0:2]",
-            Residency("no_shard", ways=2, outer=2),
+            Residency("no_shard"),
             "unit 0.0 is summed over instances before its last reduction",
         ),
         (
             "0F0 0BW0 0REDUCE[0:2] 0HSDP_ALL_REDUCE[0:2] 0HSDP_ALL_REDUCE[0:1]",
-            Residency("no_shard", ways=2, outer=2),
+            Residency("no_shard"),
             "unit 0.0 is summed over instances twice",
         ),
         (
             "0F0 0BW0 0STEP 0REDUCE[0:2]",
-            Residency("no_shard", ways=2),
+            Residency("no_shard"),
             "0STEP: gradients of unit 0.0 are never",
         ),
     ],
 )
 def test_wrong_rows_of_other_strategies_are_refused(text, residency, message):
     with pytest.raises(PlanError, match=message):
-        walk(text, residency)
+        walk(text, residency, outer=2 if "HSDP" in text else 1)

@@ -14,15 +14,16 @@ from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
 from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
+from megatron.core.sharding_table import ShardPlace
 from tests.harness.unit_stages import asked, model
 
 SHARDED = "optim_grads_params"
 
 
-def made(name="zb-h1", policy="memory", **words):
+def made(name="zb-h1", policy="memory", outer=1, **words):
     plan = build_plan(name, Request(2, 4))
     costs = CostModel.of_ranks(plan.placement)
-    stages = model(plan.placement, 2)
+    stages = model(plan.placement, 2, outer=outer)
     residency = asked(SHARDED, policy, 2, **words)
     return add_residency(lower(plan, costs), stages, residency, costs), costs, stages, residency
 
@@ -77,7 +78,7 @@ def test_a_plan_says_what_it_gathers():
     ("changed", "message"),
     [
         ({"units": (("0.0", "0.1", "other"), ("1.0", "1.1", "head"))}, "made for units .*other"),
-        ({"ways": 8}, r"made for ranks \(8, 1\), here are \(4, 1\)"),
+        ({"groups": ShardPlace(inner_size=8).groups}, "made for ranks '8 ranks', here are '4 ranks'"),
         ({"strategy": "optim_grads"}, "made for strategy 'optim_grads'"),
         ({"policy": "step"}, "made for policy 'step'"),
     ],
@@ -90,9 +91,10 @@ def test_a_plan_for_something_else_is_refused(changed, message):
 
 
 def test_no_peers_no_operations():
-    plan, costs, stages, _ = made()
+    plan, costs, _, residency = made()
+    alone = model(plan.placement, 2, ways=1)
     with pytest.raises(PlanError, match="no data parallel peers"):
-        verify(plan, costs, stages=stages, residency=asked(SHARDED, "memory", 2, ways=1))
+        verify(plan, costs, stages=alone, residency=residency)
 
 
 def test_more_than_the_policy_allows_is_refused():

@@ -67,32 +67,32 @@ def test_any_schedule_strategy_and_policy(data):
     plan, costs = lowered(name, p, m)
     if data.draw(st.booleans(), "post-validation") and p > 1:
         plan = post_validation(plan, costs)
+    strategy = data.draw(st.sampled_from(STRATEGIES), "strategy")
+    ways = data.draw(st.sampled_from((1, 4)), "ways")
+    outer = 1 if strategy == "no_shard" else data.draw(st.sampled_from((1, 2)), "instances")
     stages = model(
         plan.placement,
         data.draw(st.integers(1, 4), "layers"),
         tied=data.draw(st.booleans(), "tied"),
         group=data.draw(st.sampled_from((1, 2)), "recomputed together"),
         ends=data.draw(st.sampled_from((1, 3, 20)), "size of both ends"),
+        ways=ways,
+        outer=outer,
+        outer_optimizer=strategy == SHARDED and data.draw(st.booleans(), "optimizer over instances"),
     )
     policies = ("memory", "step", "budget", *(("backward",) if plan.placement.num_stages == 1 else ()))
     residency = asked(
-        data.draw(st.sampled_from(STRATEGIES), "strategy"),
+        strategy,
         data.draw(st.sampled_from(policies), "policy"),
         p,
         data.draw(st.sampled_from((0, 15, 60, 300, 10_000)), "budget"),
-        ways=data.draw(st.sampled_from((1, 4)), "ways"),
-        outer=data.draw(st.sampled_from((1, 2)), "instances"),
         ahead=data.draw(st.sampled_from((0, 1, 25, 200)), "ahead"),
         overlap_gather=data.draw(st.booleans(), "overlap gathers"),
         overlap_reduce=data.draw(st.booleans(), "overlap reductions"),
     )
-    if residency.strategy == SHARDED and data.draw(st.booleans(), "optimizer over instances"):
-        residency = dataclasses.replace(residency, outer_optimizer=True)
-    if residency.strategy == "no_shard":
-        residency = dataclasses.replace(residency, outer=1)
     planned = add_residency(plan, stages, residency, costs)
     assert bare(planned) == plan
-    assert (planned is plan) == (residency.ways == residency.outer == 1)
+    assert (planned is plan) == (ways == outer == 1)
     assert from_json(to_json(planned)) == planned
     assert plan_hash(bare(planned)) == plan_hash(plan)
     verify(planned, costs)  # without units, by the plan's own words
@@ -154,9 +154,9 @@ def test_closed_forms_of_memory_and_step(name, p, m):
 
 def test_strategies_by_hand():
     plan, costs = lowered("1f1b", 1, 2)
-    stages = (layers(0, 2),)
 
-    def row(strategy, policy="memory", **words):
+    def row(strategy, policy="memory", outer=1, **words):
+        stages = (layers(0, 2, outer=outer),)
         return " ".join(
             row_texts(add_residency(plan, stages, asked(strategy, policy, 1, **words), costs).rows[0])
         )
@@ -270,8 +270,8 @@ def test_a_limit_in_bytes_is_kept_to_and_used():
 def test_post_validated_rows_reduce_before_they_decide():
     plan, costs = lowered("zbv", 4, 8)
     plan = post_validation(plan, costs)
-    stages = model(plan.placement, 2)
-    planned = add_residency(plan, stages, asked(SHARDED, "memory", 4, outer=2), costs)
+    stages = model(plan.placement, 2, outer=2)
+    planned = add_residency(plan, stages, asked(SHARDED, "memory", 4), costs)
     for row in planned.rows:
         texts = [text.lstrip("0123456789").partition("[")[0] for text in row_texts(row)]
         validate, step = texts.index("VALIDATE"), texts.index("STEP")

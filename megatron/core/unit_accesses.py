@@ -8,52 +8,55 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from megatron.core.pipeline_parallel.plan.held.units import Access
-
-Row = tuple[Access, ...]
+K = TypeVar("K", bound=Hashable)  # what units are called: names or numbers
+L = TypeVar("L", bound=Hashable)
+Row = tuple[tuple[K, ...], ...]
 
 
 @dataclass(frozen=True)
-class ChunkUnits:
-    """A chunk's accesses, of the forward and of the backward."""
+class Accesses(Generic[K]):
+    """The units that a chunk's computations need together (plan/held/units.py, [Note: accesses]), by name or by number:
+    in the order of the forward and in that of the backward. Also those of units that another chunk of the rank
+    declares and this one reads."""
 
-    forward: Row
-    backward: Row
+    forward: Row[K]
+    backward: Row[K]
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """Its units; a unit's place here is its number in the chunk."""
+    def units(self) -> tuple[K, ...]:
+        """A unit's place here is its number in the chunk."""
         return distinct(itertools.chain(*self.forward, *self.backward))
 
     @property
-    def completed(self) -> list[int]:
+    def completed(self) -> list[K]:
         """Its units in the order of their last accesses in the backward."""
         last = {unit: place for place, access in enumerate(self.backward) for unit in access}
         return sorted(last, key=last.__getitem__)
 
-    def renumbered(self, numbers: Mapping[int, int]) -> ChunkUnits:
-        """With other numbers for units; those without one are left out, and accesses one after the other of the same
-        units are one."""
-        return ChunkUnits(_renumbered(self.forward, numbers), _renumbered(self.backward, numbers))
+    def renamed(self, names: Mapping[K, L]) -> Accesses[L]:
+        """With other names or numbers for units; those without one are left out, and accesses one after the other of
+        the same units are one."""
+        return Accesses(_renamed(self.forward, names), _renamed(self.backward, names))
 
-    def merged(self, groups: Sequence[Collection[int]]) -> ChunkUnits:
+    def merged(self, groups: Sequence[Collection[K]]) -> Accesses[int]:
         """Each group is one unit, its number the group's place."""
         numbers = {unit: number for number, group in enumerate(groups) for unit in group}
-        rows = self.renumbered(numbers)
-        return ChunkUnits(_told_apart(rows.forward), _told_apart(rows.backward))
+        rows = self.renamed(numbers)
+        return Accesses(_told_apart(rows.forward), _told_apart(rows.backward))
 
 
 def merged_groups(
-    chunks: Sequence[ChunkUnits], numel: Sequence[int], limit: int, alone: Collection[int] = ()
+    chunks: Sequence[Accesses[int]], numel: Sequence[int], limit: int, alone: Collection[int] = ()
 ) -> list[list[int]]:
     """Which units are merged so that each has at least `limit` elements, as far as neighbours in a backward are there.
 
     numel: of each unit. What several chunks need stays a unit of its own, and so does what is in `alone`.
     """
-    counts = Counter(number for chunk in chunks for number in chunk.numbers)
+    counts = Counter(number for chunk in chunks for number in chunk.units)
     groups = [[number] for number, n in counts.items() if n > 1 or number in alone]
     apart = {number for group in groups for number in group}
     for chunk in chunks:
@@ -71,18 +74,18 @@ def merged_name(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
-def distinct(units: Iterable[int]) -> Access:
+def distinct(units: Iterable[K]) -> tuple[K, ...]:
     return tuple(dict.fromkeys(units))
 
 
-def _renumbered(row: Row, numbers: Mapping[int, int]) -> Row:
-    others = (distinct(numbers[unit] for unit in access if unit in numbers) for access in row)
+def _renamed(row: Row[K], names: Mapping[K, L]) -> Row[L]:
+    others = (distinct(names[unit] for unit in access if unit in names) for access in row)
     return tuple(access for access, _ in itertools.groupby(access for access in others if access))
 
 
-def _told_apart(row: Row) -> Row:
+def _told_apart(row: Row[int]) -> Row[int]:
     """Of merged units nobody hears where one access of a unit ends and another of it, with more units, begins."""
-    accesses: list[Access] = []
+    accesses: list[tuple[int, ...]] = []
     for access in row:
         if accesses and (set(access) <= set(accesses[-1]) or set(access) >= set(accesses[-1])):
             accesses[-1] = distinct((*accesses[-1], *access))
