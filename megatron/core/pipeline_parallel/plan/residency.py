@@ -24,7 +24,16 @@ POLICIES = ("memory", "backward", "step", "budget")
 Grouping = tuple[tuple[tuple[int, ...], ...], ...]
 # How plan files call the sizes of the groups that every run has.
 _SIZES = {"dp": "ways", "outer": "outer"}
-_FURTHER_GROUPS = schema.array(schema.fields_of(RankGroup))
+_NAMES = schema.array(schema.array(schema.text()))
+_WORDS = {
+    "strategy": schema.one_of(*STRATEGIES),
+    **dict.fromkeys(_SIZES.values(), schema.integer(1)),
+    "outer_optimizer": schema.boolean,
+    "policy": schema.one_of(*POLICIES),
+    "units": _NAMES,
+    "grouping": schema.array(schema.array(schema.text(max_chars=schema.MAX_INT))),
+    "groups": schema.optional(schema.array(schema.fields_of(RankGroup))),
+}
 
 
 def groups_of(stages: Iterable[StageUnits]) -> tuple[RankGroup, ...]:
@@ -38,12 +47,16 @@ def are_shared(stages: Iterable[StageUnits]) -> bool:
     return any(group.size > 1 for group in groups_of(stages))
 
 
+def _of_several(groups: Iterable[RankGroup]) -> tuple[RankGroup, ...]:
+    return tuple(sorted((one for one in groups if one.size > 1), key=lambda one: one.name))
+
+
 def over_ranks(groups: Iterable[RankGroup]) -> str:
     """Such as `2 ranks in 4 instances`; where several groups cut states, with their names."""
     cutting = [group for group in groups if not group.instances]
     words = [counted(one.size, "rank") + f" of {one.name}" * (len(cutting) > 1) for one in cutting]
     instances = [f" in {one.size} instances" for one in groups if one.instances and one.size > 1]
-    return " and ".join(words) + "".join(instances)
+    return " and ".join(words or ["1 rank"]) + "".join(instances)
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,8 @@ class Residency:
 class PlannedResidency:
     """What a plan with operations of data parallelism was made for; it is no good for anything else.
 
-    groups: of ranks that share states. outer_optimizer: instances cut the optimizer. units: names by stage. grouping:
-    `Grouping` as planned.
+    groups: of several ranks that share states, by name. outer_optimizer: instances cut the optimizer. units: names by
+    stage. grouping: `Grouping` as planned.
     """
 
     strategy: str
@@ -122,7 +135,7 @@ class PlannedResidency:
     def of(cls, asked: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
         names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
         cuts = any(share.gathered for stage in stages for unit in stage.units for share in unit.repeated)
-        return cls(asked.strategy, groups_of(stages), cuts, asked.policy, names, grouping)
+        return cls(asked.strategy, _of_several(groups_of(stages)), cuts, asked.policy, names, grouping)
 
     def size_of(self, name: str) -> int:
         """How many ranks a group has; 1 for one that no unit knows."""
@@ -150,32 +163,19 @@ class PlannedResidency:
         }
 
     @classmethod
-    def from_json(cls, content: object, most_groups: int) -> PlannedResidency:
+    def from_json(cls, content: Any, most_groups: int) -> PlannedResidency:
         """What `as_json` wrote. most_groups: no more in all are made. Raises ValueError for anything else."""
-        fields = {*_SIZES.values(), "strategy", "outer_optimizer", "policy", "units", "grouping"}
-        if not isinstance(content, dict) or set(content) - {"groups"} != fields:
-            raise ValueError(f"`residency` has {', '.join(sorted(fields))}")
-        schema.check(
-            _FURTHER_GROUPS, content.get("groups", []), schema.Place(Path("residency"), error=ValueError)
-        )
-        numbers = [content[key] for key in _SIZES.values()]
-        integers = all(type(one) is int and one >= 1 for one in numbers)
-        if not integers or type(content["outer_optimizer"]) is not bool:
-            raise ValueError(
-                "`residency`: ways and outer are numbers of ranks, outer_optimizer is true or false"
-            )
-        if content["strategy"] not in STRATEGIES or content["policy"] not in POLICIES:
-            raise ValueError(f"`residency`: strategy is one of {STRATEGIES}, policy one of {POLICIES}")
-        units, texts = (_texts(content[name], name) for name in ("units", "grouping"))
-        runs = [[_runs(text) for text in stage] for stage in texts]
+        schema.check(_WORDS, content, schema.Place(Path("plan"), "residency", error=ValueError))
+        units = tuple(map(tuple, content["units"]))
+        runs = [[_runs(text) for text in stage] for stage in content["grouping"]]
         if sum(count for stage in runs for unit in stage for _, count in unit) > most_groups:
             raise ValueError("`residency`: there are more groups of microbatches than operations")
         grouping = tuple(
             tuple(tuple(size for size, count in unit for _ in range(count)) for unit in stage)
             for stage in runs
         )
-        everywhere = ShardPlace(inner_size=numbers[0], outer_size=numbers[1]).groups
-        groups = (*everywhere, *(RankGroup(**one) for one in content.get("groups", ())))
+        everywhere = ShardPlace(inner_size=content["ways"], outer_size=content["outer"]).groups
+        groups = _of_several((*everywhere, *(RankGroup(**one) for one in content.get("groups", ()))))
         asked = (content["strategy"], groups, content["outer_optimizer"], content["policy"])
         return cls(*asked, units, grouping)
 
@@ -186,13 +186,6 @@ def _runs(text: str) -> list[tuple[int, int]]:
     if not all(runs):
         raise ValueError(f"{text!r:.80} is no list of groups: expected for example 1*64 or 3*1,2*4")
     return [(int(run[1]), int(run[2])) for run in runs if run]
-
-
-def _texts(content: object, name: str) -> tuple[tuple[str, ...], ...]:
-    stages = content if isinstance(content, list) else [content]
-    if not all(isinstance(stage, list) and all(isinstance(one, str) for one in stage) for stage in stages):
-        raise ValueError(f"`residency`: {name} is a list of texts a stage")
-    return tuple(map(tuple, stages))
 
 
 @dataclass(frozen=True)

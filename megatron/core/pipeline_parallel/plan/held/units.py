@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,7 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace
 
 Access = tuple[int, ...]
-# Of a unit, what no engine knows.
-ONLY_PLANNED = ("f", "b", "w", "activation", "held_after_b", "optimizer_bytes")
+_SHARE_BYTES = ("gathered", "reduced", "at_rest", "calls")
 
 
 @dataclass(frozen=True)
@@ -203,11 +202,6 @@ class StageUnits:
         forward, backward = (tuple(map(tuple, content[name])) for name in ("forward", "backward"))
         return cls(tuple(map(_unit_of_dict, content["units"])), forward, backward)
 
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        """The groups of ranks that its units have to do with."""
-        return tuple(dict.fromkeys(share.group for unit in self.units for share in unit.shares))
-
     def accesses(self, op: RawOp) -> tuple[Access, ...]:
         """Those of a computation, in order; of a W with a range of units only its own."""
         if op[0] == F:
@@ -258,20 +252,25 @@ def _first_and_last(accesses: Sequence[Access]) -> tuple[dict[int, int], dict[in
 def differing(planned: StageUnits, built: StageUnits) -> str | None:
     """The first unit in which a stage that was built differs from what its plan was made from, with the figures of both
     sides; None where they are alike. What only a plan knows, times and the optimizer's states, is not compared."""
-    for one, other in itertools.zip_longest(planned.units, built.units):
-        if one is None or other is None or one.name != other.name:
-            names = [", ".join(unit.name for unit in stage.units) or "none" for stage in (planned, built)]
-            return "the plan has the units {}, the model {}".format(*names)
-        for field in dataclasses.fields(UnitCosts):
-            mine, theirs = getattr(one, field.name), getattr(other, field.name)
-            if field.name not in ONLY_PLANNED and mine != theirs:
-                return f"unit {one.name}: {field.name} of the plan {mine}, of the model {theirs}"
-    rows = [(stage.forward, stage.backward) for stage in (planned, built)]
-    if rows[0] != rows[1]:
-        return "units {}: accesses of the plan {}, of the model {}".format(
-            ", ".join(unit.name for unit in built.units), *rows
-        )
+    nothing: dict[str, object] = {}
+    for mine, theirs in itertools.zip_longest(_built_facts(planned), _built_facts(built), fillvalue=nothing):
+        for what in (what for what in mine | theirs if mine.get(what) != theirs.get(what)):
+            unit = mine.get("name", theirs.get("name"))
+            return f"unit {unit}: {what} is {mine.get(what)} by the plan, {theirs.get(what)} in the model"
     return None
+
+
+def _built_facts(stage: StageUnits) -> Iterator[dict[str, object]]:
+    """By unit."""
+    for place, unit in enumerate(stage.units):
+        names = ("name", "extra_grad_bytes", "backward_reads", "begins_with_lookup")
+        facts: dict[str, object] = {name: getattr(unit, name) for name in names}
+        for what, row in (("forward", stage.forward), ("backward", stage.backward)):
+            facts[f"its place in the {what}"] = [at for at, access in enumerate(row) if place in access]
+        for share in unit.shares:
+            over = f"over {share.group.size} ranks of {share.group.name}"
+            facts |= {f"{name} {over}": getattr(share, name) for name in _SHARE_BYTES}
+        yield facts
 
 
 @dataclass(frozen=True, slots=True)

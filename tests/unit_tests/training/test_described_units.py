@@ -1,0 +1,116 @@
+"""What a plan is made from, by flags, is what the engine has built; what flags do not describe is planned as built."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+
+from megatron.core.distributed.plan_inputs import units_of_all_stages
+from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.module import ModelError
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import parse_config
+from megatron.training.run.build import build_engine, build_gpt_model
+from tests.harness.launch_lines import SMALL
+from tests.harness.ranks import run_ranks
+
+ZERO_3 = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
+INSTANCES = "--num-distributed-optimizer-instances 2"
+PP = "--pipeline-model-parallel-size 2"
+CASES = (
+    ({"dp": 4}, ""),
+    ({"dp": 4}, "--use-distributed-optimizer --ddp-num-buckets 3 --bf16"),
+    ({"dp": 2, "pp": 2}, f"{PP} --use-distributed-optimizer --ddp-bucket-size 9000"),
+    ({"dp": 2, "pp": 2}, f"{PP} {ZERO_3} --bf16 --megatron-fsdp-grad-comm-dtype bf16"),
+    ({"dp": 2, "pp": 2}, f"{PP} {ZERO_3} --zero-bubble-v-schedule --swiglu --disable-bias-linear"),
+    ({"dp": 4, "instances": 2}, f"{ZERO_3} {INSTANCES} --outer-dp-sharding-strategy optim --bf16"),
+    ({"dp": 4, "instances": 2}, f"--use-distributed-optimizer {INSTANCES}"),
+    ({"dp": 2, "tp": 2}, f"--tensor-model-parallel-size 2 {ZERO_3} --position-embedding-type rope --qk-layernorm"),
+    ({"dp": 4}, f"{ZERO_3.removesuffix('_params')} --untie-embeddings-and-output-weights"),
+)  # fmt: skip
+
+
+class OwnModel(GPTModel):
+    """A class of somebody's own."""
+
+
+def config_of(words, ranks=4):
+    flags = "--num-layers 4 --global-batch-size 16 --padded-vocab-size 386"
+    return parse_config([*SMALL, *flags.split(), *words.split()], env=LaunchEnv(world_size=ranks))
+
+
+def built(ctx, ranks, words, provider=build_gpt_model):
+    """Configuration, engine and this rank's stages."""
+    config, ps = config_of(words), ctx.make_ps(**ranks)
+    engine = build_engine(config, ps, partial(provider, config, ps))
+    return config, engine, config.schedule_spec.local_stages(ps.pp_rank)
+
+
+@pytest.mark.parametrize(("ranks", "words"), CASES)
+def test_the_engine_builds_what_the_flags_describe(ranks, words):
+    def body(ctx):
+        config, engine, stages = built(ctx, ranks, words)
+        assert engine.is_described
+        described = config.units_of(config.schedule_spec)
+        assert units_of_all_stages(engine.model, stages, described) == described
+        as_built = units_of_all_stages(engine.model, stages)
+        for mine, theirs in zip(described, as_built, strict=True):
+            assert [one.shares for one in mine.units] == [one.shares for one in theirs.units]
+        return True
+
+    assert run_ranks(body, 4) == [True] * 4
+
+
+def test_a_difference_is_an_error_that_names_the_unit_and_both_figures_on_every_rank():
+    def body(ctx):
+        ps = ctx.make_ps(dp=2, pp=2)
+        config = config_of(f"{PP} {ZERO_3}")
+        other = dataclasses.replace(config.model, ffn_hidden_size=2 * config.model.ffn_hidden_size)
+        wider = dataclasses.replace(config, model=other)
+        engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
+        stages, spec = config.schedule_spec.local_stages(ps.pp_rank), config.schedule_spec
+        with pytest.raises(ModelError) as refused:
+            units_of_all_stages(engine.model, stages, wider.units_of(spec))
+        whole = [
+            next(one for one in units[0].units if one.name == "decoder.layers.0").shares[0].gathered
+            for units in (wider.units_of(spec), config.units_of(spec))
+        ]
+        return str(refused.value), whole
+
+    messages = run_ranks(body, 4)
+    assert len({message for message, _ in messages}) == 1
+    message, (planned, of_model) = messages[0]
+    assert (
+        f"unit decoder.layers.0: gathered over 2 ranks of dp is {planned} by the plan, {of_model} in the model"
+        in message
+    )
+    assert "from the flags" in message
+
+
+def frozen(config, ps, **words):
+    model = build_gpt_model(config, ps, **words)
+    model.decoder.layers["0"].requires_grad_(False)
+    return model
+
+
+def own(config, ps, **words):
+    model = build_gpt_model(config, ps, **words)
+    model.__class__ = OwnModel
+    return model
+
+
+@pytest.mark.parametrize("provider", [frozen, own])
+def test_what_flags_do_not_describe_is_planned_as_built_and_not_under_a_limit(provider):
+    def body(ctx):
+        _, engine, stages = built(ctx, {"dp": 2}, ZERO_3, provider)
+        assert not engine.is_described
+        units = units_of_all_stages(engine.model, stages)
+        assert units == engine.model.stage_units()
+        with pytest.raises(ModelError) as refused:
+            built(ctx, {"dp": 2}, f"{ZERO_3} --rank-memory-limit 1G", provider)
+        return str(refused.value), [(one.name, one.grad_bytes) for one in units[0].units]
+
+    for message, units in run_ranks(body, 2):
+        assert message.startswith("--rank-memory-limit plans by what the flags say of a GPT")
+        assert "leave it out" in message
+        assert (dict(units)["decoder.layers.0"] > 0) == (provider is own)
