@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 T = TypeVar("T")
 
 
-class Lane(NamedTuple):
+class LaneRow(NamedTuple):
     """kinds: of the operations that ride on it. most_under_way: so many of those that wait their turn. costs: of a call
     and a byte; None: what the run measured or was told."""
 
@@ -30,10 +30,10 @@ def _kinds_of(name: str) -> tuple[int, ...]:
 
 
 # By name.
-LANES = {ir.PEERS: Lane(ir.PEERS, _kinds_of(ir.PEERS), most_under_way=2)}
+LANES = {ir.PEERS: LaneRow(ir.PEERS, _kinds_of(ir.PEERS), most_under_way=2)}
 
 
-def lane_of(kind: int) -> Lane:
+def lane_of(kind: int) -> LaneRow:
     """That an operation rides on."""
     return next(lane for lane in LANES.values() if kind in lane.kinds)
 
@@ -43,9 +43,9 @@ class UnderWay(Generic[T]):
     it waits for that, and it is under way no more."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[Lane, object, T]] = []
+        self.entries: list[tuple[LaneRow, object, T]] = []
 
-    def before_one_more(self, lane: Lane) -> list[T]:
+    def before_one_more(self, lane: LaneRow) -> list[T]:
         """What the next one of a lane waits for."""
         mine = [one for one in self.entries if one[0].name == lane.name]
         return self._through(mine[: max(0, len(mine) + 1 - lane.most_under_way)])
@@ -56,11 +56,11 @@ class UnderWay(Generic[T]):
     def every(self) -> list[T]:
         return self._through(self.entries)
 
-    def begin(self, lane: Lane, unit: object, what: T) -> None:
+    def begin(self, lane: LaneRow, unit: object, what: T) -> None:
         """Behind what it waits for."""
         self.entries.append((lane, unit, what))
 
-    def _through(self, entries: list[tuple[Lane, object, T]]) -> list[T]:
+    def _through(self, entries: list[tuple[LaneRow, object, T]]) -> list[T]:
         if entries:
             self.entries = [one for one in self.entries if one not in entries]
         return [one[2] for one in entries]

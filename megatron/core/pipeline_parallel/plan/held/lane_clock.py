@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     op_text,
     wrong_op,
 )
-from megatron.core.pipeline_parallel.plan.lanes import LANES, Lane, UnderWay
+from megatron.core.pipeline_parallel.plan.lanes import LANES, LaneRow, UnderWay
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 
 
@@ -145,7 +145,7 @@ class LaneClock:
         """What it does to a unit's bytes; those of the gradients that it reads until it is through."""
         return 0
 
-    def _run(self, place: int, op: RawOp, lane: Lane, unit: int, clock: float) -> float:
+    def _run(self, place: int, op: RawOp, lane: LaneRow, unit: int, clock: float) -> float:
         """Put a unit's operation on its lane's wire; its end."""
         key = op[0], unit, unit in self._gathered
         seconds = self._costs.get(key)

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.plan.ir import (
     PlanError,
     op_text,
 )
-from megatron.core.pipeline_parallel.plan.lanes import LANES, Lane
+from megatron.core.pipeline_parallel.plan.lanes import LANES, LaneRow
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
@@ -176,7 +176,7 @@ def walk_of_rank(rank, plan, stages, residency, costs):
 def test_copies_to_the_host_are_a_second_row_of_the_table(monkeypatch):
     """Weights come from the host, over a wire of its own and one gradient sum at a time: nothing but the table says
     so. Gathers and reductions run beside each other then, each at its own pace."""
-    host = Lane("host", (UNSHARD, RESHARD), 1, LaneCosts(bandwidth=100.0))
+    host = LaneRow("host", (UNSHARD, RESHARD), 1, LaneCosts(bandwidth=100.0))
     compared = []
     for seed in range(12):
         plan, stages, residency, costs, wire = made(seed)
