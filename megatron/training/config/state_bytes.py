@@ -66,7 +66,7 @@ def rank_budget(
         config = dataclasses.replace(ddp, data_parallel_sharding_strategy=strategy)
         outer = ddp.outer_dp_sharding_strategy if strategy == "optim_grads_params" else "no_shard"
         row = sharding_of(strategy, outer)
-        residency = residency_of(config, row.at(place), ranks, element_bytes=DTYPE_BYTES[dtype])
+        residency = residency_of(config, row, ranks, element_bytes=DTYPE_BYTES[dtype])
         sizes = state_bytes(config, row, place, dtype, copies=parallel.keeps_copies)
         rows.append((residency.within((float(limit),) * ranks), sizes))
     return RankBudget(tuple(rows), tflops * 1e12, speed * 1e9)
