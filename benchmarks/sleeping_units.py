@@ -15,9 +15,10 @@ from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.units import Access, Share, StageUnits, UnitCosts
-from megatron.core.pipeline_parallel.plan.ir import BW, W
+from megatron.core.pipeline_parallel.plan.ir import BW, REDUCE, W
+from megatron.core.pipeline_parallel.plan.lanes import UnderWay, lane_of
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
-from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.sharding_table import RankGroup
@@ -86,13 +87,12 @@ class SlowEngine:
         self._gather_s = MS * lanes.costs.unshard(unit, first=False)
         self._reduce_s = MS * lanes.costs.reduce(unit, lanes.residency)
         self._there_s = [0.0] * len(self.engine.units)
-        self._under_way: list[tuple[int, float]] = []  # reductions: unit, when it is there
+        self._under_way: UnderWay[float] = UnderWay()  # reductions: when they are there
 
     def contribute(self, unit: int) -> None:
         """A microbatch's gradient: ones."""
-        for one in [one for one in self._under_way if one[0] == unit]:
-            self._under_way.remove(one)
-            self.clock.sleep_until(one[1])
+        for there_s in self._under_way.of(unit):
+            self.clock.sleep_until(there_s)
         for name in self.engine.units[unit].names:
             overwrite, grad = self.engine.reductions.grad_begins(name), self.engine.buffer.main_grad(name)
             grad.fill_(1.0) if overwrite else grad.add_(1.0)
@@ -101,7 +101,7 @@ class SlowEngine:
         """Behind the row. Every sum must be right, and have come by the plan."""
         self.engine.reductions.check_reduced()
         self.engine.finish()
-        self._under_way.clear()
+        self._under_way.every()
         self.clock.sleep_until(self._free_s)
         self.log.append((self._free_s, self.clock.now()))
         for name in self.engine.buffer.names:
@@ -119,9 +119,10 @@ class SlowEngine:
         self.clock.sleep_until(self._there_s[unit])
 
     def _reduce(self, unit: int) -> None:
-        if len(self._under_way) == MOST_UNDER_WAY:
-            self.clock.sleep_until(self._under_way.pop(0)[1])
-        self._under_way.append((unit, self._through(self._reduce_s)))
+        lane = lane_of(REDUCE)
+        for there_s in self._under_way.before_one_more(lane):
+            self.clock.sleep_until(there_s)
+        self._under_way.begin(lane, unit, self._through(self._reduce_s))
         self.engine.reductions.start(unit)
 
     def _through(self, seconds: float) -> float:

@@ -3,8 +3,8 @@
 import dataclasses
 
 from megatron.core.pipeline_parallel.plan.ir import (
+    IS_BESIDE,
     IS_COMPUTE,
-    IS_DATA_PARALLEL,
     IS_TRANSFER,
     REDUCE,
     UNSHARD,
@@ -79,11 +79,11 @@ def _swapped(row, rng):
 
 
 def _wrong_unit(row, rng):
-    places = _places(row, lambda op: IS_DATA_PARALLEL[op[0]])
+    places = _places(row, lambda op: IS_BESIDE[op[0]])
     if not places:
         return None
     place = rng.choice(places)
-    units = sorted({op[4] for op in row if op[1] == row[place][1] and op[4] >= 0 and IS_DATA_PARALLEL[op[0]]})
+    units = sorted({op[4] for op in row if op[1] == row[place][1] and op[4] >= 0 and IS_BESIDE[op[0]]})
     unit = rng.choice(units)
     text = op_text(row[place])
     row[place] = (*row[place][:4], unit, unit + 1, *row[place][6:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
-from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, walk_row
+from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, RowWalk
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Plan, op_text, partner_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import execute
@@ -86,19 +86,24 @@ def held_over_time(simulation: Simulation) -> list[Moments]:
     with them has activations where all is counted in bytes, else none."""
     if not simulation.timeline.lanes:
         return [activations_over_time(simulation, rank) for rank in range(len(simulation.plan.rows))]
-    plan, costs, found = simulation.plan, simulation.costs, []
-    lanes = execute(plan, costs, simulation.timeline.lanes[0].lanes, accesses=True).lanes
-    counted = costs if counts_bytes(simulation) else None
-    for rank, (row, lane) in enumerate(zip(plan.rows, lanes, strict=True)):
-        asked, forward_only = lane.lanes.residency, plan.forward_only
-        walk = walk_row(row, lane.units, asked, counted, forward_only=forward_only, boundaries=True)
-        *held, last = walk.boundaries
-        known = [
-            (lane.moments[one.place, one.access if IS_COMPUTE[row[one.place][0]] else -1], one)
-            for one in held
-        ]
-        clock = max([simulation.timeline.end(rank), *(at for at, _ in known[-1:])])
-        found.append([*known, (clock, last)])
+    plan, costs = simulation.plan, simulation.costs
+    counted, forward_only = costs if counts_bytes(simulation) else None, plan.forward_only
+    walks = [
+        RowWalk(
+            row,
+            lane.units,
+            lane.lanes,
+            costs.durations(),
+            costs=counted,
+            forward_only=forward_only,
+            every=True,
+        )
+        for row, lane in zip(plan.rows, simulation.timeline.lanes, strict=True)
+    ]
+    timeline, found = execute(plan, costs, walks=walks), []
+    for rank, walk in enumerate(walks):
+        *clocks, last = walk.clocks
+        found.append([*zip([*clocks, max(last, timeline.end(rank))], walk.boundaries, strict=True)])
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL, Kind, Plan, PlanError
+from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, Kind, Plan, PlanError
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     Figures,
     RankStep,
@@ -90,9 +90,7 @@ def measured_simulation(plan: Plan, spans: Spans, costs: CostModel) -> Simulatio
     measured alike: cost less what the busiest rank computed.
     """
     every = [list(zip(row, here, strict=True)) for row, here in zip(plan.rows, spans, strict=True)]
-    starts = [
-        [one.start_s + (0.0 if IS_DATA_PARALLEL[op[0]] else one.wait_s) for op, one in row] for row in every
-    ]
+    starts = [[one.start_s + (0.0 if IS_BESIDE[op[0]] else one.wait_s) for op, one in row] for row in every]
     begin = min(
         next(start for (op, _), start in zip(row, times, strict=True) if IS_COMPUTE[op[0]])
         for row, times in zip(every, starts, strict=True)

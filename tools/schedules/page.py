@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, REDUCE, PlanError
+from megatron.core.pipeline_parallel.plan.lanes import lane_of
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -132,10 +133,9 @@ def playground() -> str:
     """A page with sliders and a planner of its own, in this style."""
     every = {**colours(), "exposed: waits for the wire": "var(--s3)"}
     body = read_text(Path(__file__).parent.with_name("playground.html"), max_bytes=1 << 16, follow=True)
-    return page(
-        "Playground: pipelines over sharded weights",
-        [body.replace("/* text: colour */ {}", json.dumps(every))],
-    )
+    body = body.replace("/* text: colour */ {}", json.dumps(every))
+    body = body.replace("/* lane: most under way */ 0", str(lane_of(REDUCE).most_under_way))
+    return page("Playground: pipelines over sharded weights", [body])
 
 
 def to_html(

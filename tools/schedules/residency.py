@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
-from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL, PlanError, Row, op_text
+from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, PlanError, Row, op_text
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -174,7 +174,7 @@ def figures(found: Shown) -> dict[str, object]:
                 "most_transient": walk.most_transient,
                 "lane_share": simulation.lane_share[rank],
                 "exposed": simulation.exposed[rank],
-                "order": [op_text(op) for op in row if IS_COMPUTE[op[0]] or IS_DATA_PARALLEL[op[0]]],
+                "order": [op_text(op) for op in row if IS_COMPUTE[op[0]] or IS_BESIDE[op[0]]],
             }
             | ({} if limit is None else {"limit": limit[rank], "peak": found.peak(rank)})
             for rank, (row, walk) in enumerate(zip(simulation.plan.rows, found.walks, strict=True))
@@ -212,7 +212,7 @@ def _row_lines(row: Row) -> list[str]:
     before: list[str] = []
     inside: list[str] = []
     for op in row:
-        if IS_DATA_PARALLEL[op[0]]:
+        if IS_BESIDE[op[0]]:
             (inside if op[3] else before).append(op_text(op))
         elif IS_COMPUTE[op[0]]:
             steps.append((" ".join(before), op_text(op), " ".join(inside)))

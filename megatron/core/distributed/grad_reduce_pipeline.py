@@ -25,7 +25,7 @@ these are waited for at points that all ranks reach alike. A contribution waits 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ from megatron.core.distributed.shared_sums import PartialSums, SharedSums
 from megatron.core.distributed.transient_memory import AllocatedMemory, RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.lanes import UnderWay, lane_of
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group, ParallelState
@@ -75,7 +76,7 @@ class GradState:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _UnderWay:
+class _Sums:
     """The collectives of one reduction of a unit. inner: they read whole gradients."""
 
     unit: GradState
@@ -104,7 +105,7 @@ class GradReducePipeline:
         self.units = [GradState(name, buffer, tracker) for name in units]
         self._order = [self.units[unit] for unit in order]
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
-        self._under_way: list[_UnderWay] = []  # the oldest first
+        self._under_way: UnderWay[_Sums] = UnderWay()
         self._reduce = True
         self.is_stepping = False  # a step was begun and is not finished
         self._nonfinite: list[str] = []
@@ -112,7 +113,7 @@ class GradReducePipeline:
     def begin_step(self, *, reduce_gradients: bool, keep: bool) -> None:
         """What gradients there are is overwritten. keep: gradients at rest keep their memory until `release`.
         reduce_gradients: without, gradients are only looked at (`nonfinite_keys`)."""
-        assert not self._under_way, (
+        assert not self._under_way.entries, (
             "a step begins while gradients are still being reduced: call finish() first"
         )
         self._reduce, self.is_stepping = reduce_gradients, True
@@ -192,7 +193,7 @@ class GradReducePipeline:
         for unit in self._order:
             late = unit.last_outer if unit.summed_outer else unit.outer + unit.last_outer
             self._start_outer(unit, late)
-        self._wait_for(lambda one: True)
+        self._wait_for(self._under_way.every())
         if self._is_sharded:
             self._shared.add()
         self._partial.add()
@@ -230,15 +231,15 @@ class GradReducePipeline:
         unit.summed_outer = True
         if sums:
             unit.final = True
-            self._wait_for(lambda one: one.unit is unit)
+            self._wait_for(self._under_way.of(unit))
             self._launch(unit, sums, inner=False)
 
     def _launch(self, unit: GradState, sums: list[Sum], *, inner: bool) -> None:
         """inner: over the ranks that share shards, and added to what cut shards have; else over instances."""
         if not sums:
             return
-        while len(self._under_way) >= MOST_UNDER_WAY:
-            self._wait_for_one(self._under_way[0])
+        lane = lane_of(ir.REDUCE if inner else ir.HSDP_ALL_REDUCE)
+        self._wait_for(self._under_way.before_one_more(lane))
         add = inner and self._is_sharded and unit.has_sum
         pending = [
             collectives.sum_gradients(what, group)
@@ -247,35 +248,36 @@ class GradReducePipeline:
             for group, what in sums
         ]
         self._tracker.hold("exchange", unit.name, sum([one.temporary_bytes for one in pending]))
-        self._under_way.append(_UnderWay(unit, pending, inner))
+        self._under_way.begin(lane, unit, _Sums(unit, pending, inner))
 
     def _hold(self, unit: GradState) -> None:
         """Whole gradients have memory on return. See [Note: when to wait]."""
         if not self._is_sharded:
             return
-        self._wait_for(lambda one: one.unit is unit)
+        self._wait_for(self._under_way.of(unit))
         if unit.held:
             return
         if self._memory.is_blocked("grads", unit.name):
-            self._wait_for(lambda one: one.inner)
+            for inner in [sums.unit for _, _, sums in self._under_way.entries if sums.inner]:
+                self._wait_for(self._under_way.of(inner))
         self._memory.acquire("grads", unit.name, unit.fulls)
         unit.held = True
 
-    def _wait_for(self, wanted: Callable[[_UnderWay], bool]) -> None:
-        for one in [one for one in self._under_way if wanted(one)]:
-            self._wait_for_one(one)
-
-    def _wait_for_one(self, one: _UnderWay) -> None:
-        self._under_way.remove(one)
-        try:
-            for pending in one.pending:
-                pending.wait()
-        except PeerLostError as error:  # which may come to light in another operation, or behind the last one
-            kind = "REDUCE" if one.inner else "HSDP_ALL_REDUCE"
-            raise error.at(f"{kind} of unit {one.unit.name!r}") from error
-        self._tracker.free("exchange", one.unit.name, sum(pending.temporary_bytes for pending in one.pending))
-        if one.inner:
-            self._drop(one.unit)
+    def _wait_for(self, through: Iterable[_Sums]) -> None:
+        for one in through:
+            try:
+                for pending in one.pending:
+                    pending.wait()
+            except (
+                PeerLostError
+            ) as error:  # which may come to light in another operation, or behind the last one
+                kind = "REDUCE" if one.inner else "HSDP_ALL_REDUCE"
+                raise error.at(f"{kind} of unit {one.unit.name!r}") from error
+            self._tracker.free(
+                "exchange", one.unit.name, sum(pending.temporary_bytes for pending in one.pending)
+            )
+            if one.inner:
+                self._drop(one.unit)
 
     def _drop(self, unit: GradState) -> None:
         """Whole gradients have no memory any more, where they are cut at rest."""

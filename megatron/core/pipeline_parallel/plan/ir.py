@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency
@@ -50,23 +50,54 @@ F, B, W, BW, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = map(int,
 HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
 
 
-def _holds(*kinds: Kind) -> tuple[bool, ...]:
-    return tuple(kind in kinds for kind in Kind)
+class KindInfo(NamedTuple):
+    """What a kind of operation is.
+
+    lane: what runs it: COMPUTE, the stage; MESSAGES between stages; PEERS, collectives over data parallel ranks beside
+    computations; DECISION on the optimizer's step. has_microbatch. has_units: it is of units of its stage, all or a
+    range. reads_weights, writes_grads: of a computation, of its stage. repeated: standing before VALIDATE, it is done
+    again once a step was taken back. waits_its_turn: as many are under way as its lane allows (lanes.py).
+    """
+
+    lane: str
+    has_microbatch: bool = False
+    has_units: bool = False
+    reads_weights: bool = False
+    writes_grads: bool = False
+    repeated: bool = False
+    waits_its_turn: bool = False
 
 
-# By kind. What runs it: the stage, messages between stages, collectives over data parallel ranks, the decision on the
-# optimizer's step.
+COMPUTE, MESSAGES, PEERS, DECISION = "compute", "messages", "peers", "decision"
+KINDS: dict[int, KindInfo] = {
+    Kind.F: KindInfo(COMPUTE, has_microbatch=True, reads_weights=True, repeated=True),
+    Kind.B: KindInfo(COMPUTE, has_microbatch=True, reads_weights=True),
+    Kind.W: KindInfo(COMPUTE, has_microbatch=True, has_units=True, writes_grads=True),
+    Kind.BW: KindInfo(COMPUTE, has_microbatch=True, reads_weights=True, writes_grads=True),
+    Kind.SEND_F: KindInfo(MESSAGES, has_microbatch=True, repeated=True),
+    Kind.RECV_F: KindInfo(MESSAGES, has_microbatch=True, repeated=True),
+    Kind.SEND_B: KindInfo(MESSAGES, has_microbatch=True),
+    Kind.RECV_B: KindInfo(MESSAGES, has_microbatch=True),
+    Kind.UNSHARD: KindInfo(PEERS, has_units=True, repeated=True),
+    Kind.RESHARD: KindInfo(PEERS, has_units=True, repeated=True),
+    Kind.REDUCE: KindInfo(PEERS, has_units=True, waits_its_turn=True),
+    Kind.HSDP_ALL_REDUCE: KindInfo(PEERS, has_units=True, waits_its_turn=True),
+    Kind.SEND_STATE: KindInfo(DECISION),
+    Kind.RECV_STATE: KindInfo(DECISION),
+    Kind.VALIDATE: KindInfo(DECISION),
+    Kind.STEP: KindInfo(DECISION),
+}
+# Columns of the table, for loops over whole plans. IS_BESIDE: what runs on a lane beside the computations.
+_ROWS = tuple(KINDS[kind] for kind in Kind)
 NAMES = tuple(kind.name for kind in Kind)
-IS_COMPUTE = _holds(Kind.F, Kind.B, Kind.W, Kind.BW)
-IS_TRANSFER = _holds(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
-IS_DATA_PARALLEL = _holds(Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE, Kind.HSDP_ALL_REDUCE)
-IS_VALIDATION = _holds(Kind.SEND_STATE, Kind.RECV_STATE, Kind.VALIDATE, Kind.STEP)
-HAS_MICROBATCH = tuple(map(max, IS_COMPUTE, IS_TRANSFER))
-# What a computation does with its stage's weights and gradients.
-READS_WEIGHTS = _holds(Kind.F, Kind.B, Kind.BW)
-WRITES_GRADS = _holds(Kind.W, Kind.BW)
-# Whether, standing before VALIDATE, it is done again once a step was taken back.
-REPEATED_ON_AGAIN = _holds(Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD)
+IS_COMPUTE, IS_TRANSFER, IS_BESIDE, IS_VALIDATION = (
+    tuple(row.lane == lane for row in _ROWS) for lane in (COMPUTE, MESSAGES, PEERS, DECISION)
+)
+HAS_MICROBATCH = tuple(row.has_microbatch for row in _ROWS)
+READS_WEIGHTS, WRITES_GRADS = (
+    tuple(row.reads_weights for row in _ROWS),
+    tuple(row.writes_grads for row in _ROWS),
+)
 
 
 # (kind, global stage, microbatch, slice, first unit, end unit, peer rank, pair id); -1: none, or all units. A pair id
@@ -112,7 +143,7 @@ def partner_of(row: Sequence[RawOp], index: int) -> int:
     if op[7] < 0 or not IS_COMPUTE[op[0]]:
         return -1
     for place in range(index + 1, len(row)):
-        if not IS_DATA_PARALLEL[row[place][0]]:
+        if not IS_BESIDE[row[place][0]]:
             return place if IS_COMPUTE[row[place][0]] and row[place][7] == op[7] else -1
     return -1
 
@@ -174,7 +205,7 @@ def parse_row(texts: Sequence[str]) -> Row:
             continue
         ops = [parse_op(part) for part in text.strip()[1:-1].split(";")]
         whole = text.strip().endswith(")") and [IS_COMPUTE[op[0]] for op in (ops[0], ops[-1])] == [True, True]
-        if len(ops) < 2 or not whole or not all(IS_DATA_PARALLEL[op[0]] for op in ops[1:-1]):
+        if len(ops) < 2 or not whole or not all(IS_BESIDE[op[0]] for op in ops[1:-1]):
             raise PlanError(f"{text!r}: two computations overlap, as in (0F3;7BW1)")
         row += [(*ops[0][:7], pairs), *ops[1:-1], (*ops[-1][:7], pairs)]
         pairs += 1
@@ -207,6 +238,11 @@ class Plan:
     def has_transfers(self) -> bool:
         """Whether a pass has added sends and receives."""
         return any(IS_TRANSFER[op[0]] for row in self.rows for op in row)
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether a pass has added operations of data parallelism."""
+        return any(IS_BESIDE[op[0]] for row in self.rows for op in row)
 
 
 def plan_hash(plan: Plan) -> str:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a pla
 
 POLICIES = ("memory", "backward", "step", "budget")
 
-# Reductions and sums over instances that a rank has under way: before a third one begins it waits for the first.
-MOST_UNDER_WAY = 2
 # By stage, by unit: how many microbatches of that stage each REDUCE of the unit sums up. It decides bits.
 Grouping = tuple[tuple[tuple[int, ...], ...], ...]
 # How plan files call the sizes of the groups that every run has.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.ir import (
+    IS_BESIDE,
     IS_COMPUTE,
-    IS_DATA_PARALLEL,
     SEND_B,
     SEND_F,
     Plan,
@@ -94,7 +94,7 @@ class Simulation:
         exposed = []
         for rank, lane in enumerate(self.timeline.lanes):
             row = zip(self.plan.rows[rank], self.timeline.ends[rank], strict=True)
-            computed = max(end for op, end in row if not IS_DATA_PARALLEL[op[0]])
+            computed = max(end for op, end in row if not IS_BESIDE[op[0]])
             exposed.append(lane.exposed + max(0.0, lane.free - computed))
         return tuple(exposed)
 

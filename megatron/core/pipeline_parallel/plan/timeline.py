@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
 from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import (
+    IS_BESIDE,
     IS_COMPUTE,
-    IS_DATA_PARALLEL,
     IS_TRANSFER,
     Kind,
     Plan,
@@ -57,20 +57,21 @@ def execute(
     *,
     blocking_sends: bool = False,
     begin: Sequence[float] | None = None,
-    accesses: bool = False,
+    walks: Sequence[LaneClock] = (),
 ) -> Timeline:
     """Walk the plan. blocking_sends: a rank goes on to a computation, a gather or a reduction only when its sends have
     met their receives (rendezvous). begin: when each rank is free; 0 by default. lanes: what gathers and reductions are
-    about; without, they take no time. accesses: lanes note when accesses begin (`LaneClock.moments`).
+    about; without, they take no time. walks: by rank, what runs its lanes in place of a clock.
 
     States of post-validation are messages as others are: one goes from a rank once what it adds to has arrived, and
     takes `costs.comm`; VALIDATE and STEP wait for theirs and take no time.
     """
     begin = begin or [0.0] * len(plan.rows)
     walk = _Walk(plan, costs, blocking_sends)
-    if lanes is not None:
+    walk.lanes += walks
+    if lanes is not None and not walks:
         for units, clock in zip(rank_units(plan.placement, lanes.stages), begin, strict=True):
-            walk.lanes.append(LaneClock(units, lanes, walk.durations, clock, accesses=accesses))
+            walk.lanes.append(LaneClock(units, lanes, walk.durations, clock))
     rows = [walk.row(rank, clock) for rank, clock in enumerate(begin)]
     stopped_at = [0] * len(rows)
     walk.ready += range(len(rows))[::-1]
@@ -142,7 +143,7 @@ class _Walk:
                 starts[place] = ends[place] = clock
                 place = behind
                 continue
-            if unmet and kind != _RECV_STATE and not (IS_DATA_PARALLEL[kind] and op[3]):
+            if unmet and kind != _RECV_STATE and not (IS_BESIDE[kind] and op[3]):
                 for event in unmet:
                     if times[event] < 0:
                         yield event, place
@@ -172,13 +173,15 @@ class _Walk:
                     if given >= 0:
                         self.provide(given + one[2], clock)
                 self.done.append((rank, place))
-            elif not IS_DATA_PARALLEL[kind]:
+            elif not IS_BESIDE[kind]:
                 start = clock = yield from self.exchange_state(rank, op, place, clock, unmet)
             elif lane is not None:
-                start = clock = lane.issue(place, op, clock)
+                start = clock = lane.do(place, op, clock)
             for at in range(place, behind):
                 starts[at], ends[at] = start, clock
             place = behind
+        if lane is not None:
+            lane.end(clock)
 
     def provide(self, event: int, time: float) -> None:
         """Something is sent, there or posted; who waits for it goes on."""
@@ -193,7 +196,7 @@ class _Walk:
         for at in range(place, behind):
             op = row[at]
             if lane is not None:
-                clock = (lane.compute if IS_COMPUTE[op[0]] else lane.issue)(at, op, clock)
+                clock = lane.do(at, op, clock)
             elif IS_COMPUTE[op[0]]:
                 share = (op[5] - op[4]) / self.parts(rank)[op[1]] if op[4] >= 0 else 1.0
                 clock += self.durations[op[0]][op[1]] * share
@@ -213,8 +216,8 @@ class _Walk:
         message = self.state_for(rank, from_before=partial)
         if needs and self.times[message] < 0:
             yield message, place
-        if self.lanes and partial:
-            clock = self.lanes[rank].through(clock)
+        if self.lanes:
+            clock = self.lanes[rank].do(place, op, clock)
         if needs:
             clock = max(clock, max(self.times[message], self.times[self.num_inputs + message]) + self.comm)
         if kind == _SEND_STATE:

@@ -9,7 +9,7 @@ from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_lanes, verify_residency
-from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, IS_DATA_PARALLEL, IS_VALIDATION, NAMES
+from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, IS_VALIDATION, NAMES
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.timeline import execute
 from megatron.core.pipeline_parallel.plan.verify_state import verify_state
@@ -105,10 +105,10 @@ class _Check:
             if IS_VALIDATION[kind]:
                 self.states.append(pair)
                 continue
-            if IS_DATA_PARALLEL[kind]:
+            if IS_BESIDE[kind]:
                 self.has_lanes = True
                 continue
-            if part or (first >= 0 and kind != ir.W):
+            if part or (first >= 0 and not ir.KINDS[kind].has_units):
                 wrong = "only a W has parts, of units"
             elif not 0 <= stage < len(mine) or not mine[stage]:
                 wrong = "the stage is not on this rank"

@@ -17,7 +17,7 @@ from functools import partial
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import IS_DATA_PARALLEL, PlanError, RawOp, Row, op_text
+from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, PlanError, RawOp, Row, op_text
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.protocols import GradSync
 from megatron.core.transport.peer_loss import PeerLostError
@@ -62,7 +62,7 @@ class DataParallelLane:
         # By place in the row, unit by unit: its number in the stage, its name, and what does the operation.
         self._doing: dict[int, list[tuple[int, str, Callable[[], None]]]] = {}
         for place, op in enumerate(row):
-            if IS_DATA_PARALLEL[op[0]]:
+            if IS_BESIDE[op[0]]:
                 kind, stage = op[:2]
                 names, numbers = self._names[stage], self._numbers[stage]
                 if op[5] > len(names):

@@ -99,13 +99,13 @@ class Executor:
         # computations by their `Crossing`.
         table: dict[int, Callable[[Any], None]] = dict.fromkeys((*_COMPUTED_BY, ir.W), self._compute)
         self._lane: DataParallelLane | None = None
-        if grad_sync is not None and any(ir.IS_DATA_PARALLEL[op[0]] for op in self._row):
+        if grad_sync is not None and plan.has_lanes:
             assert set(stages) <= set(self._units), f"units of {sorted(self._units)}, stages {sorted(stages)}"
             chunks = {stage: plan.placement.chunk_of(stage) for stage in stages}
             self._lane = DataParallelLane(self._row, grad_sync, self._units, chunks)
             lane = self._lane
-            on_lane = (kind for kind in Kind if ir.IS_DATA_PARALLEL[kind])
-            table |= dict.fromkeys(on_lane, lambda placed: lane.perform(placed))
+            beside = (kind for kind in Kind if ir.IS_BESIDE[kind])
+            table |= dict.fromkeys(beside, lambda placed: lane.perform(placed))
         if validation is not None:
             table[Kind.VALIDATE] = self._validate
         both = [kind.name for kind in handlers or {} if kind in table or ir.IS_TRANSFER[kind]]
@@ -192,7 +192,7 @@ class Executor:
             start = recorder.now()
             yield step
             end = recorder.now()
-            if ir.IS_DATA_PARALLEL[self._row[step.places[0]][0]]:
+            if ir.IS_BESIDE[self._row[step.places[0]][0]]:
                 continue  # recorded by the lane, once it is known when it was through
             spent_s = 0.0 if lane is None else lane.spent_s - lane_s
             for place in step.places:
@@ -200,9 +200,7 @@ class Executor:
 
     def _named(self, step: Step, region: Region) -> Step:
         """Its operations as ranges; the lane names its own."""
-        texts = [
-            op_text(op) for op in map(self._row.__getitem__, step.places) if not ir.IS_DATA_PARALLEL[op[0]]
-        ]
+        texts = [op_text(op) for op in map(self._row.__getitem__, step.places) if not ir.IS_BESIDE[op[0]]]
 
         def call(argument: Any) -> None:
             with contextlib.ExitStack() as ranges:
@@ -218,7 +216,7 @@ class Executor:
             return f"stage {stages}, iteration {iteration}, waiting for its last sends"
         ops = [self._row[place] for place in step.places]
         where = f"stage {', '.join(sorted({str(op[1]) for op in ops}))}, iteration {iteration}"
-        if ir.IS_DATA_PARALLEL[ops[0][0]]:
+        if ir.IS_BESIDE[ops[0][0]]:
             return where  # the lane has named its operation
         return f"{where}, {', '.join(map(op_text, ops))}"
 
@@ -286,5 +284,5 @@ class Executor:
         for step in self._running:
             if step.argument is op:
                 return
-            if ir.REPEATED_ON_AGAIN[self._row[step.places[0]][0]]:
+            if ir.KINDS[self._row[step.places[0]][0]].repeated:
                 step.call(step.argument)

@@ -38,7 +38,7 @@ def check_row(
     for op in plan.rows[rank]:
         kind, problem = Kind(op[0]), ""
         if kind not in known and not ir.IS_TRANSFER[kind]:
-            needed = "a data parallel engine" if ir.IS_DATA_PARALLEL[kind] else "a handler"
+            needed = "a data parallel engine" if ir.IS_BESIDE[kind] else "a handler"
             needed = "a validation" if kind == Kind.VALIDATE else needed
             problem = f"nothing here does {kind.name}; it needs {needed}"
         elif ir.HAS_MICROBATCH[kind] and (op[3] or (op[4] >= 0 and not (kind == W and units))):
@@ -76,10 +76,10 @@ def compile_row(
             if program and program[-1].call == transfer:
                 _, batch, places = program.pop()
             program.append(Step(transfer, (*batch, op), (*places, place)))
-        elif ir.IS_DATA_PARALLEL[kind] and op[3]:
+        elif ir.IS_BESIDE[kind] and op[3]:
             within.append((place, op))
         else:
-            argument: Any = (place, op) if ir.IS_DATA_PARALLEL[kind] else op
+            argument: Any = (place, op) if ir.IS_BESIDE[kind] else op
             if ir.IS_COMPUTE[kind]:
                 argument = computation(op, within)
                 within = []

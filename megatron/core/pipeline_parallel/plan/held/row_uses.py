@@ -3,24 +3,19 @@
 [Note: moments] A row's accesses are numbered through, in row order: these are its moments, and one more stands for the
 row's end. An operation of data parallelism belongs to a moment: it is issued when that access begins, or before the
 computation is called where it is the computation's first.
-
-[Note: under way] Gradients are under way from their REDUCE on, until somebody waits for it: the second reduction or sum
-over instances behind it, as two are under way at most; new gradients of the unit; its sum over instances; the row's
-end. All these are places in the row, so what is held depends on no clock.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
-from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, RawOp, Row
-from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY
+from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, REDUCE, RawOp, Row
+from megatron.core.pipeline_parallel.plan.lanes import UnderWay, lane_of
 
 
 @dataclass(slots=True)
@@ -49,29 +44,21 @@ class RowUses:
     """computations: (place in the row, first moment). reads: by unit, when its weights are in use; consecutive accesses
     are one use, whatever stands between them that reads no weights; apart: only neighbours are, so that a W between two
     of them may have the room. adds: by unit, when a computation contributes to its gradients, from the first access to
-    the last. num_moments: without the end. most_adding: the most bytes of gradients that are being added to or reduced,
-    if each is reduced at once (overlap_reduce), or behind the computation. most_read: the most bytes of weights that
-    one access reads."""
+    the last. num_moments: without the end. most_read: the most bytes of weights that one access reads."""
 
-    def __init__(
-        self, row: Row, units: RankUnits, *, overlap_reduce: bool = True, apart: bool = False
-    ) -> None:
+    def __init__(self, row: Row, units: RankUnits, *, apart: bool = False) -> None:
         self.row, self.units = row, units
         self.computations: list[tuple[int, int]] = []
         self.reads: list[list[Span]] = [[] for _ in range(len(units))]
         self.adds: list[list[Span]] = [[] for _ in range(len(units))]
-        self.most_adding = 0
         last_read = [-2] * len(units)  # by number of the reading access
-        under: deque[int] = deque(maxlen=MOST_UNDER_WAY)
-        complete: list[int] = []  # bytes of gradients
         read_together: set[tuple[int, ...]] = set()
-        moment = reading = adding = 0
+        moment = reading = 0
         for place, op in enumerate(row):
             if not IS_COMPUTE[op[0]]:
                 continue
             self.computations.append((place, moment))
-            uses = units.uses(op)
-            for use in uses:
+            for use in units.uses(op):
                 for unit in use.reads:
                     mine = self.reads[unit]
                     if last_read[unit] == reading - 1 and not (apart and mine[-1].last < moment - 1):
@@ -85,22 +72,32 @@ class RowUses:
                     read_together.add(use.reads)
                 for unit in use.begins:
                     self.adds[unit].append(Span(moment, moment, op, op))
-                    adding += units.grad_bytes[unit]
                 for unit in use.completes:
                     self.adds[unit][-1].last = moment
-                    more = units.extra_bytes.get((unit, op[1]), 0)
-                    adding += more
-                    complete.append(units.grad_bytes[unit] + more)
-                if complete and (overlap_reduce or use is uses[-1]):
-                    self.most_adding = max(self.most_adding, adding + sum(under))
-                    under.extend(complete)
-                    adding -= sum(complete)
-                    complete = []
                 moment += 1
         self.num_moments = moment
         self.most_read = max(
             (sum(units.weight_bytes[unit] for unit in one) for one in read_together), default=0
         )
+
+    def most_adding(self, *, overlap_reduce: bool) -> int:
+        """The most bytes of gradients that are being added to or summed, if each is reduced at once, or behind the
+        computation that completes it."""
+        gradients, most = WholeGradients(self.units), 0
+        for place, _ in self.computations:
+            op, complete = self.row[place], list[int]()
+            uses = self.units.uses(op)
+            for use in uses:
+                for unit in use.begins:
+                    gradients.begin(unit)
+                for unit in use.completes:
+                    gradients.complete(unit, op[1])
+                    if self.units.grad_bytes[unit]:
+                        complete.append(unit)
+                most = max(most, gradients.held)
+                while complete and (overlap_reduce or use is uses[-1]):
+                    gradients.sum(REDUCE, complete.pop(0))
+        return most
 
     @functools.cached_property
     def gaps(self) -> tuple[list[Gap], list[Gap]]:
@@ -130,48 +127,50 @@ def bytes_by_moment(count: int, intervals: Iterable[tuple[int, int, int]]) -> li
 
 
 class WholeGradients:
-    """Bytes of a rank's whole gradients. growing: of those that still grow or wait. under_way: of those that are being
-    reduced, see [Note: under way]."""
+    """Bytes of a rank's whole gradients. growing: of those that still grow or wait to be summed. under: what is being
+    summed, with its bytes and when it ends, where that is known."""
 
-    def __init__(self, units: RankUnits) -> None:
+    def __init__(self, units: RankUnits, under: UnderWay[tuple[int, float]] | None = None) -> None:
         self._units = units
-        self.growing = self.under_way = 0
+        self.growing = 0
+        self.under = UnderWay() if under is None else under
         self._whole: dict[int, int] = {}  # unit -> bytes
         self._extra: set[tuple[int, int]] = set()  # (unit, stage) whose accumulators are there
-        self._under: list[tuple[int, int]] = []  # reductions and sums over instances: unit, bytes
+
+    @property
+    def held(self) -> int:
+        """With what is under way."""
+        return self.growing + self.under_way
+
+    @property
+    def under_way(self) -> int:
+        return sum([what[0] for _, _, what in self.under.entries])
 
     def begin(self, unit: int) -> None:
-        """A computation contributes to them from here on."""
+        """A computation contributes to them from here on; before that what is under way of them is through."""
         if unit not in self._whole:
-            self.wait_for(unit)
+            self.under.of(unit)
             self._whole[unit] = self._units.grad_bytes[unit]
             self.growing += self._units.grad_bytes[unit]
 
     def complete(self, unit: int, stage: int) -> None:
         """Its last access of a computation begins."""
-        one = unit, stage
-        if one in self._units.extra_bytes and one not in self._extra:
-            self._extra.add(one)
-            self._whole[unit] += self._units.extra_bytes[one]
-            self.growing += self._units.extra_bytes[one]
+        key = unit, stage
+        if key in self._units.extra_bytes and key not in self._extra:
+            self._extra.add(key)
+            self._whole[unit] += self._units.extra_bytes[key]
+            self.growing += self._units.extra_bytes[key]
 
-    def reduce(self, unit: int) -> None:
+    def taken(self, unit: int) -> int:
+        """By a reduction, which reads so many bytes until it is through."""
         size = self._whole.pop(unit)
-        self._extra = {one for one in self._extra if one[0] != unit}
+        self._extra = {key for key in self._extra if key[0] != unit}
         self.growing -= size
-        self._start(unit, size)
+        return size
 
-    def outer_sum(self, unit: int) -> None:
-        self.wait_for(unit)
-        self._start(unit, 0)
-
-    def _start(self, unit: int, size: int) -> None:
-        if len(self._under) == MOST_UNDER_WAY:
-            self.wait_for(self._under[0][0])
-        self._under.append((unit, size))
-        self.under_way += size
-
-    def wait_for(self, unit: int | None = None) -> None:
-        """What is under way of a unit, or of all, is through."""
-        self._under = [one for one in self._under if one[0] != unit and unit is not None]
-        self.under_way = sum(size for _, size in self._under)
+    def sum(self, kind: int, unit: int) -> None:
+        """A reduction, or a sum over instances, of which nobody asks when it ends."""
+        lane, size = lane_of(kind), self.taken(unit) if kind == REDUCE else 0
+        self.under.of(unit)
+        self.under.before_one_more(lane)
+        self.under.begin(lane, unit, (size, 0.0))

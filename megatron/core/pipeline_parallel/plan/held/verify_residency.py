@@ -16,12 +16,8 @@ from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.residency_walk import (
-    Placed,
-    RowWalk,
-    grouping_of,
-    walk_row,
-)
+from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, grouping_of, walk_row
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.held.units import (
     RankUnits,
@@ -31,8 +27,9 @@ from megatron.core.pipeline_parallel.plan.held.units import (
     rank_units,
 )
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
+from megatron.core.pipeline_parallel.plan.lanes import lane_of
 from megatron.core.pipeline_parallel.plan.residency import (
-    MOST_UNDER_WAY,
+    LaneCosts,
     PlannedResidency,
     Residency,
     are_shared,
@@ -56,11 +53,11 @@ def verify_residency(
     of_ranks = rank_units(plan.placement, tuple(stages))
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
         for place, op in enumerate(row if not shared else ()):
-            if ir.IS_DATA_PARALLEL[op[0]]:
+            if ir.IS_BESIDE[op[0]]:
                 raise ir.wrong_op(rank, place, op, "there are no data parallel peers to share anything with")
         walk = walk_row(row, units, residency, costs, forward_only=plan.forward_only)
         if shared:
-            uses = RowUses(row, units, overlap_reduce=residency.overlap_reduce)
+            uses = RowUses(row, units)
             _counts(residency, uses, walk, forward_only=plan.forward_only)
             _bytes(residency, uses, walk)
         walks.append(walk)
@@ -133,9 +130,9 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
             f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
         )
     if residency.grads_sharded:
-        most += uses.most_adding
+        most += uses.most_adding(overlap_reduce=residency.overlap_reduce)
         if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
-            most += MOST_UNDER_WAY * max(uses.units.grad_bytes, default=0)
+            most += lane_of(ir.REDUCE).most_under_way * max(uses.units.grad_bytes, default=0)
     if walk.most_transient > most:
         raise PlanError(
             f"rank {rank}: gathered weights and whole gradients take {walk.most_transient} bytes at once, {most} are "
@@ -177,7 +174,7 @@ class _WalkByWords(RowWalk):
     """Which accesses read or complete a unit is not known: gradients count as added when their computation begins."""
 
     def __init__(self, row: Row, units: RankUnits, words: PlannedResidency) -> None:
-        super().__init__(row, units, Residency(words.strategy))
+        super().__init__(row, units, Lanes(tuple(units.stages), Residency(words.strategy), LaneCosts()))
         self._added: Counter[tuple[int, int]] = Counter()  # microbatches by (stage, unit)
         self._reductions: Counter[int] = Counter()
         # By unit: its stages, and the groups that each has named.
@@ -186,27 +183,27 @@ class _WalkByWords(RowWalk):
             for unit, groups in zip(numbers, words.grouping[stage], strict=True):
                 self._named[unit].append((stage, groups))
 
-    def _compute(self, place: int, op: RawOp, inside: list[Placed], during: float, after: float) -> None:
+    def _compute(self, place: int, op: RawOp, clock: float) -> float:
         numbers = self.units.of[op[1]]
         if ir.WRITES_GRADS[op[0]]:
             for unit in numbers if op[4] < 0 else numbers[op[4] : op[5]]:
                 self._added[op[1], unit] += 1
-        for at, one in inside:
-            self._lane(at, one, -1)
+        for at, inside in self._inside:
+            self._beside(at, inside, clock)
+        self._inside.clear()
+        return clock
 
-    def _unshard(self, unit: int) -> str:
-        return super()._unshard(unit) if self._weights_sharded else ""
-
-    def _reduce(self, unit: int) -> str:
-        self._reductions[unit] += 1
-        for stage, groups in self._named[unit]:
-            due = sum(groups[: self._reductions[unit]])
-            if self._added[stage, unit] < due:
-                return f"comes before {due} microbatches were added to {self._name(unit)}"
-        return ""
-
-    def _outer_sum(self, unit: int) -> str:
-        return ""
+    def _effect(self, place: int, op: RawOp, unit: int, in_use: tuple[int, ...]) -> int:
+        if op[0] == ir.RESHARD or (op[0] == ir.UNSHARD and self._weights_sharded):
+            return super()._effect(place, op, unit, in_use)
+        if op[0] == ir.REDUCE:
+            self._reductions[unit] += 1
+            for stage, groups in self._named[unit]:
+                due = sum(groups[: self._reductions[unit]])
+                if self._added[stage, unit] < due:
+                    early = f"comes before {due} microbatches were added to {self._name(unit)}"
+                    raise self._wrong(place, op, early)
+        return 0
 
     def _unfinished(self, unit: int) -> str:
         found = self._reductions[unit]

@@ -163,7 +163,7 @@ def op_lines(row: tuple[RawOp, ...]) -> list[str]:
     """A template for each operation of a row, to be filled by `%` with (iteration, start_s, end_s, wait_s), of
     computations beside operations of data parallelism with lane_s too."""
     lines = []
-    has_lane = any(ir.IS_DATA_PARALLEL[op[0]] for op in row)
+    has_lane = any(ir.IS_BESIDE[op[0]] for op in row)
     for op in row:
         pair = f', "pair": {op[7]}' if op[7] >= 0 and "#" not in ir.op_text(op) else ""
         lane = ', "lane_s": %.9f' if has_lane and ir.IS_COMPUTE[op[0]] else ""

@@ -70,9 +70,7 @@ def add_residency(
     trailing W's come unit by unit where that is faster. grouping: of an earlier plan, to keep its bits. Raises
     PlanError for a policy that the plan cannot have, and where the result is wrong.
     """
-    assert not any(ir.IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), (
-        "add_residency: a second time"
-    )
+    assert not plan.has_lanes, "add_residency: a second time"
     if residency.policy == "backward" and plan.placement.num_stages > 1:
         raise PlanError(
             "policy backward keeps a microbatch's weights from F to B, and in a pipeline several are under way: use "

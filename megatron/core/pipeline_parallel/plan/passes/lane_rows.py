@@ -12,10 +12,11 @@ from megatron.core.pipeline_parallel.plan.held.row_uses import (
     Gap,
     RowUses,
     Span,
+    WholeGradients,
     bytes_by_moment,
 )
 from megatron.core.pipeline_parallel.plan.ir import RawOp, Row
-from megatron.core.pipeline_parallel.plan.residency import MOST_UNDER_WAY, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 
 
 class Stay(NamedTuple):
@@ -92,36 +93,27 @@ def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> list
 
 
 def gradients_held(uses: RowUses, issued: Sequence[Issued], *, reduced_first: bool) -> list[int]:
-    """By moment, the most bytes of whole gradients and of those under way (row_uses, [Note: under way]). reduced_first:
-    as in `written`; else what is reduced at a moment is held together with what ends there."""
-    units, end = uses.units, uses.num_moments
-    again, next_first = [], dict.fromkeys(range(len(units)), end)
-    for _, kind, stay in reversed(issued):  # when new gradients of the unit wait for these
-        again.append(next_first[stay.unit])
+    """By moment, the most bytes of whole gradients and of those under way. reduced_first: as in `written`; else what is
+    reduced at a moment is held together with what ends there."""
+    gradients, held, now = WholeGradients(uses.units), list[int](), 0
+    # At one moment what is issued comes before what begins, and accumulators of further uses come behind both.
+    events = [(moment, 0, at) for at, (moment, _, _) in enumerate(issued)]
+    for at, (_, kind, stay) in enumerate(issued):
         if kind == ir.REDUCE:
-            next_first[stay.unit] = stay.first
-    intervals: list[tuple[int, int, int]] = []
-
-    def until(moment: int, kind: int, stay: Stay, waited: int) -> None:
-        if kind == ir.REDUCE:
-            over = min(moment, waited)
-            intervals.append((stay.first, over, units.grad_bytes[stay.unit]))
-            extra = {use.begin[1]: use.last for use in reversed(stay.uses)} if units.extra_bytes else {}
-            sizes = ((first, units.extra_bytes.get((stay.unit, stage), 0)) for stage, first in extra.items())
-            intervals.extend((first, over, size) for first, size in sizes)
-
-    under: list[tuple[int, Stay, int]] = []
-    for (moment, kind, stay), waited in zip(issued, reversed(again), strict=True):
-        through = [one for one in under if one[2] < moment or one[1].unit == stay.unit]
-        under = [one for one in under if one not in through]
-        if len(under) == MOST_UNDER_WAY:
-            through.append(under.pop(0))
-        for one in through:
-            until(moment, *one)
-        under.append((kind, stay, waited))
-    for one in under:
-        until(end, *one)
-    held = bytes_by_moment(end, intervals)
+            events.append((stay.first, 1, at))
+            events += [(use.last, 2, at) for use in stay.uses if uses.units.extra_bytes]
+    for moment, what, at in sorted(events):
+        _, kind, stay = issued[at]
+        held += [now] * (moment - len(held))
+        if what == 0:
+            gradients.sum(kind, stay.unit)
+        elif what == 1:
+            gradients.begin(stay.unit)
+        else:
+            for stage in {use.begin[1] for use in stay.uses if use.last == moment}:
+                gradients.complete(stay.unit, stage)
+        now = gradients.held
+    held += [now] * (uses.num_moments - len(held))
     return held if reduced_first else [max(pair) for pair in zip(held, [0, *held], strict=False)]
 
 

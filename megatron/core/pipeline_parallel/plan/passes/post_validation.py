@@ -35,7 +35,7 @@ def post_validation(plan: Plan, costs: CostModel) -> Plan:
     a state that is sent has always met its receive. Raises PlanError where the result is wrong.
     """
     assert not any(ir.IS_VALIDATION[op[0]] for row in plan.rows for op in row), "a second time"
-    assert not any(ir.IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row), "behind add_residency"
+    assert not plan.has_lanes, "behind add_residency"
     num_ranks = len(plan.rows)
     numbers = 1 + max((op[7] for row in plan.rows for op in row if not ir.IS_COMPUTE[op[0]]), default=-1)
     rows: list[Row] = []

@@ -77,8 +77,7 @@ class RowMaker:
         """When a row uses which units."""
         found = self._uses.get((rank, row))
         if found is None:
-            overlap, apart = self.residency.overlap_reduce, self.residency.limit is not None
-            found = RowUses(row, self.units[rank], overlap_reduce=overlap, apart=apart)
+            found = RowUses(row, self.units[rank], apart=self.residency.limit is not None)
             self._uses[rank, row] = found
         return found
 

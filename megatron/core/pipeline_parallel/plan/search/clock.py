@@ -67,13 +67,7 @@ class Clock:
             one, other = (weight, backward) if reverse else (backward, weight)
             self.after[other] = one
         sign = -1.0 if reverse else 1.0
-        held = costs.held_after_b
-        change = [
-            *costs.activation,
-            *(h - a for a, h in zip(costs.activation, held, strict=True)),
-            *(-h for h in held),
-        ]
-        self.change = [sign * one for one in change]
+        self.change = [sign * one for one in problem.changes()]
 
     def times(self, order: Order, available: Sequence[float] | None = None) -> Times | None:
         """When everything runs as early as possible; None for an order that stops. available: by rank, from when."""

@@ -53,6 +53,12 @@ class OrderProblem:
         ranks = self.placement.ranks()
         return [self.costs.comm if a != b else 0.0 for a, b in itertools.pairwise(ranks)] + [0.0]
 
+    def changes(self) -> list[float]:
+        """By code, the activation that an operation takes, or frees, once it is done."""
+        costs = self.costs
+        after_b = [held - size for size, held in zip(costs.activation, costs.held_after_b, strict=True)]
+        return [*costs.activation, *after_b, *(-held for held in costs.held_after_b)]
+
     def of_length(self, num_microbatches: int) -> OrderProblem:
         """The same with another number of microbatches."""
         return replace(self, num_microbatches=num_microbatches)
@@ -106,13 +112,7 @@ def limits_of(
 
 def peaks(problem: OrderProblem, order: Order) -> list[float]:
     """By rank: the most that it holds, in program order."""
-    costs = problem.costs
-    change = (
-        *costs.activation,
-        *(h - a for a, h in zip(costs.activation, costs.held_after_b, strict=True)),
-        *(-h for h in costs.held_after_b),
-    )
-    assert len(change) == 3 * problem.num_stages, (len(change), problem.num_stages)
+    change = problem.changes()
     return [max(itertools.accumulate((change[code] for code in row), initial=0.0)) for row in order]
 
 

@@ -13,7 +13,7 @@ def test_lanes_partition_the_kinds():
         {"UNSHARD", "RESHARD", "REDUCE", "HSDP_ALL_REDUCE"},
         {"SEND_STATE", "RECV_STATE", "VALIDATE", "STEP"},
     ]
-    tables = (ir.IS_COMPUTE, ir.IS_TRANSFER, ir.IS_DATA_PARALLEL, ir.IS_VALIDATION)
+    tables = (ir.IS_COMPUTE, ir.IS_TRANSFER, ir.IS_BESIDE, ir.IS_VALIDATION)
     assert [names(table) for table in tables] == lanes
     assert set.union(*lanes) == set(Kind.__members__)
     assert names(ir.HAS_MICROBATCH) == lanes[0] | lanes[1]
@@ -22,7 +22,13 @@ def test_lanes_partition_the_kinds():
 def test_what_a_kind_does():
     assert [ir.READS_WEIGHTS[kind] for kind in (F, B, W, BW)] == [True, True, False, True]
     assert [ir.WRITES_GRADS[kind] for kind in (F, B, W, BW)] == [False, False, True, True]
-    assert names(ir.REPEATED_ON_AGAIN) == {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    assert {Kind(kind).name for kind, info in ir.KINDS.items() if info.repeated} == {
+        "F",
+        "SEND_F",
+        "RECV_F",
+        "UNSHARD",
+        "RESHARD",
+    }
 
 
 def test_the_numbers_are_those_of_saved_plans():

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
-from megatron.core.pipeline_parallel.plan.ir import IS_DATA_PARALLEL, Kind, PlanError
+from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, Kind, PlanError
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -48,7 +48,7 @@ def test_data_parallelism_is_the_last_pass_of_every_purpose():
     for purpose in (PlanPurpose.TRAIN, PlanPurpose.TRAIN_AND_STEP, PlanPurpose.EVALUATE):
         plan = plan_for(spec, 4, purpose)
         assert plan == add_residency(plan_for(bare, 4, purpose), stages, residency, spec.costs)
-        assert any(IS_DATA_PARALLEL[op[0]] for row in plan.rows for op in row)
+        assert any(IS_BESIDE[op[0]] for row in plan.rows for op in row)
     assert plan_for(spec, 4, PlanPurpose.ORDER) == plan_for(bare, 4, PlanPurpose.ORDER)
     unshared = dataclasses.replace(unit, shares=shares(8, 8, ways=1))
     alone = dataclasses.replace(spec, stages_units=(StageUnits((unshared,), ((0,),), ((0,),)),) * 2)

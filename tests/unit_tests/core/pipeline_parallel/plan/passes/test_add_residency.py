@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import (
-    IS_DATA_PARALLEL,
+    IS_BESIDE,
     READS_WEIGHTS,
     B,
     F,
@@ -49,7 +49,7 @@ def walks(plan, stages, residency, costs=None):
 
 def bare(plan):
     """Without operations of data parallelism."""
-    rows = tuple(tuple(op for op in row if not IS_DATA_PARALLEL[op[0]]) for row in plan.rows)
+    rows = tuple(tuple(op for op in row if not IS_BESIDE[op[0]]) for row in plan.rows)
     return dataclasses.replace(plan, rows=rows, residency=None)
 
 
