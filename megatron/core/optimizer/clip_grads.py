@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.squared_sums import device_of
 from megatron.core.pipeline_parallel.post_validation.state import Decision, ValidationState
-from megatron.core.squared_sums import device_of
 
 
 def norm_of(sums: Iterable[float]) -> float:

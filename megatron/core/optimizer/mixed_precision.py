@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.squared_sums import all_finite, squared_sums_of_parts
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
@@ -35,7 +36,6 @@ from megatron.core.pipeline_parallel.post_validation.state import ValidationStat
 from megatron.core.protocols import Stepper
 from megatron.core.schema import Schema, integer, text
 from megatron.core.sharding_table import ShardOver
-from megatron.core.squared_sums import all_finite, squared_sums_of_parts
 from megatron.core.transport import collectives
 from megatron.core.transport.gloo_pairs import add_in_rank_order
 from megatron.core.transport.parallel_state import ParallelState

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.squared_sums import all_finite
+from megatron.core.distributed.squared_sums import all_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.flat_span import TensorPart
-from megatron.core.squared_sums import squared_sums
+from megatron.core.distributed.squared_sums import squared_sums
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from megatron.core.distributed.squared_sums import BLOCK, squared_sums, squared_sums_of_parts
 from megatron.core.optimizer.clip_grads import clip_coefficient, norm_of, zero_counts_of_parts
-from megatron.core.squared_sums import BLOCK, squared_sums, squared_sums_of_parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -11,12 +11,12 @@ from torch import nn
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.squared_sums import squared_sums
 from megatron.core.optimizer.clip_grads import norm_of
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.param_meta import ParamMeta
 from megatron.core.sharding_table import STRATEGIES, ShardPlace, sharding_of
-from megatron.core.squared_sums import squared_sums
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import single_process
 from tests.harness.cut_models import MODEL, cut_buffer, cut_stages, global_part
