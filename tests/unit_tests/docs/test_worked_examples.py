@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -58,6 +57,16 @@ def apply(example: str, root: Path) -> None:
             file.write_text(text.replace(old, new))
 
 
+def environment(root: Path) -> dict[str, str]:
+    """Of commands in the copy, which find it before anything else, and compile its files once."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+
+
 def trained(words: list[str], root: Path) -> str:
     """What ranks of the copy say that are started as the launcher starts them."""
     launcher, number, ranks, behind, script, *flags = words
@@ -67,7 +76,7 @@ def trained(words: list[str], root: Path) -> str:
 
 def planned(words: list[str], root: Path) -> str:
     """What a script of the copy says that needs no torch."""
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    env = environment(root)
     done = subprocess.run(
         [sys.executable, *words], cwd=root, env=env, capture_output=True, text=True, timeout=100
     )
@@ -85,8 +94,8 @@ def recipe(target):
 
 
 def done(words, root):
-    """A command, run in the copy, which it finds before anything else."""
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    """A command, run in the copy."""
+    env = environment(root)
     ended = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, f"{shlex.join(words)}\n{ended.stdout}{ended.stderr}"
 
@@ -98,11 +107,7 @@ def copied(name, root):
     for file in filter(os.path.isfile, (ROOT / path for path in listed.stdout.split("\n") if path)):
         target = root / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, target)
-        if file.suffix == ".py" and (compiled := Path(cache_from_source(file))).exists():
-            # Of the same time as its source, so that nothing is compiled but what the example changes.
-            (target.parent / compiled.parent.name).mkdir(exist_ok=True)
-            shutil.copy(compiled, target.parent / compiled.parent.name)
+        shutil.copy(file, target)
     apply(EXAMPLES[name], root)
 
 
