@@ -142,16 +142,17 @@ class Run:
         self.config = parse_config(flags, env=LaunchEnv(world_size=ctx.world_size, rank=ctx.rank))
         instances = self.config.ddp.num_distributed_optimizer_instances
         self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, instances)
-        self.spec = self.config.schedule_spec
+        planner = self.config.planner()
+        self.spec = planner.spec
         provider = partial(build_gpt_model, self.config, self.ps)
-        self.engine = build_engine(self.config, self.ps, provider)
+        self.engine = build_engine(self.config, self.ps, provider, planner)
         _off_symmetry(self.engine)
         self._per_token = self.config.model.calculate_per_token_loss
         self.runner = PipelineRunner(
             session_of(self.config, self.ps),
             self.engine,
             forward_step,
-            self.spec,
+            planner,
             work=self.spec.stages_units,
         )
         self.global_batch, self.masked = global_batch, masked
