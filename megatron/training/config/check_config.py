@@ -59,8 +59,8 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     if config.model.num_layers is not None and not absent:
         planner = _or_none(config.planner)
         spec = None if planner is None else planner.spec
-        if planner is not None:
-            config = dataclasses.replace(config, ddp=planner.sharded(config.ddp))
+        if planner is not None and (ddp := planner.sharded(config.ddp)) != config.ddp:
+            config = config.replace(data_parallel_sharding_strategy=ddp.data_parallel_sharding_strategy)
     warnings, files, unknown = config.warnings, _not_found(config), NOT_HERE if absent else _unbuilt(problems)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {
