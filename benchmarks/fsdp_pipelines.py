@@ -49,11 +49,12 @@ from benchmarks.pipeline_training import (
     timed,
     timing,
 )
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Held as Boundary
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Row
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.transport.mesh import device_mesh
 from megatron.core.transport.parallel_state import ParallelState
 from tests.harness.live_peak import LivePeak

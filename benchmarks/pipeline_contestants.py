@@ -29,10 +29,11 @@ from benchmarks.plain_gpt import Block, copy_weights, set_schedule
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.clip_grads import clip_coefficient
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transport import host_data
@@ -93,7 +94,7 @@ class Work:
         words += ["--bf16"] if self.bf16 else []
         words += flags
         even = parse_config(words, env=env)
-        counts = self.line if even.schedule_spec.placement.num_chunks == 1 else self.v
+        counts = self.line if even.planner().spec.placement.num_chunks == 1 else self.v
         if not counts:
             return even
         stages = "|".join("t" * count for count in counts)
@@ -134,7 +135,7 @@ class OurPipeline:
             SimpleNamespace(config=config, ps=ps, timers=Timers(0)),
             self.engine,
             _forward_step,
-            config.schedule_spec,
+            config.planner(),
             recorder=None if timeline is None else TimelineWriter(timeline, ps),
             profiler=self.profiler,
         )
@@ -164,7 +165,7 @@ class OurPipeline:
         costs = measured_costs(figures, before)
         again, kept, _ = solve_again(before, costs, self.count, self.count, splits=True)
         if kept is None:
-            self.runner.plan_by(again)
+            self.runner.planner.adopt(again)
         planned_before = simulate(plan_for(before, self.count, PlanPurpose.TRAIN), costs)
         plan = plan_for(again, self.count, PlanPurpose.TRAIN)
         hashes = host_data.all_gather_json(plan_hash(plan), group)
@@ -241,7 +242,7 @@ class TorchPipeline:
         self, work: Work, schedule: str, pp_rank: int, *, pure: bool = False, mesh: DeviceMesh | None = None
     ) -> None:
         config = work.config(schedule, 0 if mesh is None else mesh.get_rank())
-        spec = config.schedule_spec
+        spec = config.planner().spec
         numbers = spec.local_stages(pp_rank)
         specs = spec.held_by(pp_rank)
         self.begins, self.ends = any(one.embedding for one in specs), any(one.loss for one in specs)

@@ -34,9 +34,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.models.gpt.loss import gpt_loss
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Plan, op_text
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.runtime.profiler import bytes_in_use
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -148,11 +149,12 @@ def measure(ctx: RankContext, work: Work, schedule: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = work.config(schedule, ctx.rank)
     ps = ctx.make_ps(pp=work.ranks)
-    spec = config.schedule_spec
+    planner = config.planner()
+    spec = planner.spec
     engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
     heap = HeapRecorder(ctx)
     session = SimpleNamespace(config=config, ps=ps, timers=Timers(0))
-    runner = PipelineRunner(session, engine, forward_step, spec, recorder=heap)
+    runner = PipelineRunner(session, engine, forward_step, planner, recorder=heap)
     batches = work.batches()
 
     def step(iteration: int) -> None:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine_load import busy_s
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import build_plan, known
+from megatron.core.pipeline_parallel.plan.schedules import known
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 
 MS = 1e-3

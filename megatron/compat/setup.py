@@ -44,7 +44,7 @@ def get_model(
         raise ValueError("get_model(model_type, pg_collection): decoders, over the groups of parallel_state")
     args = global_vars.get_args()
     flags = config_of(args)
-    module = build_chunk(flags, current(), model_provider_func, 0).module
+    module = build_chunk(flags, current(), model_provider_func, 0, flags.planner().spec).module
     if not wrap_with_ddp:
         return [module]
     own = vars(module).get("config") or config or model.core_transformer_config_from_args(args)

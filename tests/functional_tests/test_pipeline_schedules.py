@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from tests.harness import launch
 from tests.harness.runs import copy_checkpoint

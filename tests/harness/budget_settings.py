@@ -14,6 +14,7 @@ import sys
 
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.unit_costs import stage_units
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.held.units import (
     RankUnits,
     Share,
@@ -26,10 +27,11 @@ from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import RankBudget, Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.sharding_table import STRATEGIES as ROWS
 from megatron.core.sharding_table import ShardPlace
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.planner import within
 from megatron.training.run.arguments import parse_config
 
 FLOPS, MACHINE = 450e12, 8  # of a GPU, GPUs
@@ -92,7 +94,7 @@ class Setting:
     def chosen(self, limit, strategies=STRATEGIES):
         """The choice under a limit, and its simulation."""
         staged = self.staged
-        spec = staged.within(self.budget(limit, strategies), staged.costs)
+        spec = within(staged, self.budget(limit, strategies), staged.costs)
         return spec, timed(spec, plan_for(spec, self.num_microbatches, PlanPurpose.TRAIN))
 
     def torch_zbv(self):

@@ -92,7 +92,9 @@ class Loader:
             watchdog=SimpleNamespace(phase=lambda name: contextlib.nullcontext()),
         )
         unplanned = SimpleNamespace(residency=None)
-        pipeline = SimpleNamespace(spec=unplanned, keep_groupings=lambda groupings: None)
+        pipeline = SimpleNamespace(
+            spec=unplanned, planner=SimpleNamespace(keep_groupings=lambda groupings: None)
+        )
         state, policy = TrainState.start(config), NanPolicy("abort", 3, dynamic_loss_scale=False)
         pieces = [*engine.model_pieces(), *engine.optimizer.pieces()]
         for piece in pieces:

@@ -126,7 +126,7 @@ def session_of(config: Config, ps: ParallelState) -> Any:
 def plan_ahead(layout: Layout, words: Sequence[str], *, global_batch: int = 8) -> None:
     """Choose and plan in this process what runs of these flags plan: ranks forked from it have that already."""
     config = _config(layout.world_size, layout, tuple(words), global_batch)
-    plan_for(config.schedule_spec, config.last_num_microbatches, PlanPurpose.TRAIN)
+    plan_for(config.planner().spec, config.last_num_microbatches, PlanPurpose.TRAIN)
 
 
 @functools.cache
@@ -155,17 +155,17 @@ class Run:
         self.config = _config(ctx.world_size, layout, tuple(words), global_batch)
         instances = self.config.ddp.num_distributed_optimizer_instances
         self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, instances)
-        self.spec = self.config.schedule_spec
+        planner = self.config.planner()
+        self.spec = planner.spec
         provider = partial(build_gpt_model, self.config, self.ps)
-        self.engine = build_engine(self.config, self.ps, provider)
+        self.engine = build_engine(self.config, self.ps, provider, planner)
         _off_symmetry(self.engine)
         self._per_token = self.config.model.calculate_per_token_loss
         self.runner = PipelineRunner(
             session_of(self.config, self.ps),
             self.engine,
             forward_step,
-            self.spec,
-            described=self.config.units_of(self.spec) if self.engine.is_described else None,
+            planner,
         )
         self.global_batch, self.masked = global_batch, masked
         self.num_microbatches = global_batch // layout.dp

@@ -9,10 +9,11 @@ from typing import Any
 from unittest import mock
 
 from megatron.core.memory_tracker import MemoryTracker
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import Crossing, DataParallelLane, Placed
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.traffic import Traffic

@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from tests.harness.layouts import Layout, Run, assembled, train, train_run
 from tests.harness.planned_steps import plan_of
 from tests.harness.ranks import run_ranks
@@ -80,7 +81,7 @@ def run_classes(ctx, classes, steps):
         for schedule, name in klass.runs:
             run = Run(ctx, layout_of(schedule, flags[name]), words, global_batch=GLOBAL_BATCH, masked=True)
             if name == "ZeRO-3 budget":
-                run.runner.plan_by(with_groups_of_memory(run.runner.spec))
+                run.runner.planner.adopt(with_groups_of_memory(run.runner.spec))
             ran.append((train_run(run, steps), group_sizes(run, by_rank=not klass.all_at_once)))
         found.append(ran)
     return found
@@ -184,9 +185,9 @@ def run_replanned(ctx, more, steps):
         def between(step, run=run, again=again):
             hashes.add(plan_hash(plan_of(run)))
             if again and step == 2:
-                runner = run.runner
-                runner.keep_groupings(runner.residencies)
-                runner.plan_by(runner.spec.under(skewed(runner.spec.costs)))
+                planner = run.runner.planner
+                planner.keep_groupings(planner.ran)
+                planner.adopt(planner.spec.under(skewed(planner.spec.costs)))
 
         found.append(train_run(run, steps, between=between))
     return found, hashes

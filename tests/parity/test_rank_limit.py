@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.ir import BW, B, W
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, Run, assembled, plan_ahead, train_run
 from tests.harness.ranks import run_ranks
 from tests.parity.test_one_plan import STEPS, UNTIED, plain_run

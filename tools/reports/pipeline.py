@@ -6,12 +6,13 @@ import dataclasses
 import math
 from pathlib import Path
 
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.facts import MOST_FORWARDS
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tools.drawing.page import Picture
 from tools.reports.run_record import SIZES, RunRecord, at_least_1

@@ -7,13 +7,14 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.words import scaled, time_text
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.config import Config
@@ -63,7 +64,7 @@ def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:
             "--rank-memory-limit takes a model by the trainer's flags: --num-layers, --hidden-size, "
             "--num-attention-heads, --seq-length, --vocab-size"
         )
-    spec = config.schedule_spec
+    spec = config.planner().spec
     assert spec.stages_units is not None, spec.schedule
     assert spec.residency is not None, spec.schedule
     plan = plan_for(spec, args.microbatches, PlanPurpose.TRAIN)

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.core.parallelism_config import bytes_of
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep
@@ -17,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LOOPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import POLICIES
-from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, MOST_FORWARDS, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit
 from megatron.core.sharding_table import STRATEGIES
 from megatron.core.words import plain

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
@@ -19,7 +20,7 @@ from megatron.core.pipeline_parallel.plan.passes.add_residency import add_reside
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency, groups_of, over_ranks
-from megatron.core.pipeline_parallel.plan.schedules import AUTO, build_plan
+from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.sharding_table import RankGroup
 from megatron.core.words import counted, plain, share_text, size_text

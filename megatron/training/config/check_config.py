@@ -57,8 +57,10 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
     config = _with_vocabulary(config)
     absent = shape_elsewhere(config.checkpoint)
     if config.model.num_layers is not None and not absent:
-        config = _or_none(config.chosen) or config
-        spec = _or_none(lambda: config.schedule_spec)
+        planner = _or_none(config.planner)
+        spec = None if planner is None else planner.spec
+        if planner is not None and (ddp := planner.sharded(config.ddp)) != config.ddp:
+            config = config.replace(data_parallel_sharding_strategy=ddp.data_parallel_sharding_strategy)
     warnings, files, unknown = config.warnings, _not_found(config), NOT_HERE if absent else _unbuilt(problems)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {

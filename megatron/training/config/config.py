@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
@@ -19,7 +18,6 @@ from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
-from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
@@ -28,6 +26,10 @@ from megatron.core.transport.rank_grid import RankGrid, RankGridError
 from megatron.training.config import training_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
 from megatron.training.config.state_bytes import rank_budget, state_bytes
+
+if TYPE_CHECKING:
+    from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+    from megatron.training.planner import Planner
 
 DEFAULT_ORIGIN = "default"
 # difflib's likeness from which on a guess helps; below it lie names that share letters, not a meaning.
@@ -167,22 +169,21 @@ class Config:
         except (BatchScheduleError, RankGridError):
             return None
 
-    @functools.cached_property
-    def schedule_spec(self) -> ScheduleSpec:
-        """Of the pipeline: made when it is first asked for, and kept. Raises StageLayersError or PlanError.
+    def planner(self) -> Planner:
+        """Of the run, which is to have one. Raises StageLayersError or PlanError where there is no plan.
 
         Searched orders, those of later plans too, are kept beside dataset indices, but for --check-config.
         """
-        data = self.data
-        paths = () if data.mock_data else data.data_path or data.train_data_path or ()
-        folder = data.data_cache_path or (indices_folder(paths[-1]) if paths else None)
-        if self.training.check_config:
-            folder = None
-        return dataclasses.replace(self.staged_model, saved_in=folder).asked()
+        from megatron.training.planner import Planner  # parsing flags imports no search
+
+        return Planner(self.staged_model, self.rank_budget)
 
     @property
     def staged_model(self) -> StagedModel:
         """What schedules are made for."""
+        data = self.data
+        paths = () if data.mock_data else data.data_path or data.train_data_path or ()
+        folder = data.data_cache_path or (indices_folder(paths[-1]) if paths else None)
         assert self.model.num_layers is not None, "the rules ask for --num-layers"
         return StagedModel(
             self.parallel,
@@ -191,7 +192,7 @@ class Config:
             self.last_num_microbatches,
             self.training.global_batch_size,
             self.data.reset_attention_mask,
-            self.rank_budget,
+            None if self.training.check_config else folder,
         )
 
     @property
@@ -214,17 +215,6 @@ class Config:
         assert costs is not None, "units of a model without sizes"
         assert sizes is not None, "units without ranks that share them"
         return stage_units(costs, spec.stages, spec.placement, sizes)
-
-    def chosen(self) -> Config:
-        """With the strategy that the limit has decided on. Raises StageLayersError or PlanError."""
-        strategy = self.ddp.data_parallel_sharding_strategy
-        if self.rank_budget is None or strategy != "auto":
-            return self
-        asked = self.schedule_spec.residency
-        assert asked is not None, "a budget without a residency"
-        chosen = self.replace(data_parallel_sharding_strategy=asked.strategy)
-        chosen.__dict__["schedule_spec"] = self.schedule_spec  # with its reasons; not searched for once more
-        return chosen
 
     @property
     def model_costs(self) -> ModelCosts | None:

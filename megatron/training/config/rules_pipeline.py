@@ -12,7 +12,6 @@ from megatron.core.parallelism_config import V_BY_MEMORY, asked_schedules, descr
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.residency import over_ranks
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Schedule
-from megatron.core.pipeline_parallel.plan.spec import order_within_limits
 from megatron.core.words import counted, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
@@ -181,7 +180,7 @@ def file_fault(c: RuleContext) -> str | None:
 
 def residency_fault(c: RuleContext) -> str | None:
     """That a plan's gathers and reductions are of other ranks, or of another strategy, than the flags'."""
-    file = c.config.replace(pipeline_memory_limit=None).schedule_spec.file
+    file = c.config.replace(pipeline_memory_limit=None).planner().spec.file
     assert file is not None, "a plan file that was read"
     planned, place = file.plan.residency, c.config.shard_place
     if planned is None or place is None:
@@ -201,8 +200,6 @@ def plan_fault(c: RuleContext, config: Config | None = None) -> str | None:
     schedule = config.batch_schedule_or_none()
     assert schedule is not None, "asked without a batch"
     try:
-        for num_microbatches in {schedule.num_microbatches(0), config.last_num_microbatches}:
-            order_within_limits(config.schedule_spec, num_microbatches)
+        return config.planner().fault({schedule.num_microbatches(0), config.last_num_microbatches})
     except (PlanError, StageLayersError) as error:
         return str(error)
-    return None

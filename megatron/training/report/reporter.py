@@ -12,10 +12,11 @@ from typing import Any
 
 from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.parallelism_config import describe_schedule
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
@@ -96,7 +97,7 @@ def _plan_facts(
         "schedule": plan.schedule,
         "hash": plan_hash(plan),
         "ops_per_rank": [{kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank in pp_ranks],
-        "sharding": session.config.ddp.data_parallel_sharding_strategy,
+        "sharding": engine.model.config.data_parallel_sharding_strategy,
         "persistent_bytes_per_rank": persistent,
         "post_validation": parallel.post_validation_rollback if validated else "off",
         "units_per_rank": units if engine.model.waits_for_units else (),

@@ -16,6 +16,7 @@ from megatron.training.guard import console
 from megatron.training.guard.console import say
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.watchdog import Watchdog
+from megatron.training.planner import Planner
 from megatron.training.report.timers import Timers
 
 
@@ -32,6 +33,11 @@ class Session:
     tokenizer: Tokenizer
     folder: RunFolder
     started_at: float
+    planner: Planner
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting under its destination name, with what the planner has decided."""
+        return dataclasses.replace(self.config, ddp=self.planner.sharded(self.config.ddp)).flat()
 
     def print_rank_0(self, *texts: str, brief: str | None = None) -> None:
         """Each text on a line of its own. brief: what a terminal shows in the place of all of them."""

@@ -21,7 +21,6 @@ from typing import Any
 from megatron import command
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.config import saved_config
-from megatron.training.config.check_config import build_report, render_json, render_text
 from megatron.training.config.command_line import (
     CommandLine,
     ExtraArgsProvider,
@@ -29,7 +28,6 @@ from megatron.training.config.command_line import (
     read_command_line,
 )
 from megatron.training.config.config import Config
-from megatron.training.config.config_page import render_page
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.problems import (
     ConfigurationError,
@@ -286,6 +284,10 @@ def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None
     """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full."""
     if env.local_rank != 0:
         return
+    # parsing flags imports no search, and a report draws plans
+    from megatron.training.config.check_config import build_report, render_json, render_text
+    from megatron.training.config.config_page import render_page
+
     report, width, full = build_report(config, problems), _columns(1), config.training.full
     if config.training.json:
         told, problems = render_json(report), ()

@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
 )
 from megatron.core.parallelism_config import describe_schedule
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
 from megatron.core.transport import host_data
@@ -32,6 +33,7 @@ from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Chunk, Engine
+from megatron.training.planner import Planner
 
 ModelProvider = Callable[..., nn.Module]
 
@@ -51,7 +53,7 @@ def build_gpt_model(
     """
     part: dict[str, Any] = {}
     if ps is not None:
-        held_here = config.schedule_spec.held_by(ps.pp_rank)
+        held_here = config.planner().spec.held_by(ps.pp_rank)
         if len(held_here) > 1 and vp_stage is None:
             raise ModelError(
                 "interleaving builds several chunks a rank: pass the model provider's vp_stage on to build_gpt_model"
@@ -94,13 +96,18 @@ def params_dtype(config: Config) -> torch.dtype:
     return dtype
 
 
-def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvider) -> Engine:
-    """Build this rank's chunks and wrap them. Communicates over mp, and for models that are not ours over dp (their
-    initial weights), and over the world for schedules that split backwards. Raises ModelError for what the model cannot
-    do under these flags."""
-    spec = config.schedule_spec
+def build_engine(
+    config: Config, ps: ParallelState, model_provider: ModelProvider, planner: Planner | None = None
+) -> Engine:
+    """Build this rank's chunks and wrap them. planner: the run's; None: of the flags.
+
+    Communicates over mp, and for models that are not ours over dp (their initial weights), and over the world for
+    schedules that split backwards. Raises ModelError for what the model cannot do under these flags.
+    """
+    planner = planner or config.planner()
+    spec = planner.spec
     chunks = tuple(
-        build_chunk(config, ps, model_provider, chunk) for chunk in range(spec.placement.num_chunks)
+        build_chunk(config, ps, model_provider, chunk, spec) for chunk in range(spec.placement.num_chunks)
     )
     if spec.splits_backward:
         asked = describe_schedule(config.parallel, spec.schedule)
@@ -117,7 +124,9 @@ def build_engine(config: Config, ps: ParallelState, model_provider: ModelProvide
     if None in sinks:
         broadcast_weights(modules, ps)
     stages = [chunk.stage for chunk in chunks]
-    model = DistributedDataParallel(modules, ps, config.ddp, meta, sinks=sinks, stages=stages)
+    model = DistributedDataParallel(
+        modules, ps, planner.sharded(config.ddp), meta, sinks=sinks, stages=stages
+    )
     if config.model.init_model_with_meta_device:  # built without memory: one whole parameter at a time
         for name, one in meta.items():
             whole = torch.empty(one.local_shape, dtype=params_dtype(config), device=ps.device.torch_device)
@@ -145,9 +154,13 @@ def scheduler_of(config: Config, param_groups: Sequence[ParamGroup]) -> Optimize
     )
 
 
-def build_chunk(config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int) -> Chunk:
-    """Call the user's provider for one chunk. Raises ModelError for what the model or provider cannot do."""
-    schedule = config.schedule_spec
+def build_chunk(
+    config: Config, ps: ParallelState, model_provider: ModelProvider, chunk: int, schedule: ScheduleSpec
+) -> Chunk:
+    """Call the user's provider for one chunk of the schedule.
+
+    Raises ModelError for what the model or provider cannot do.
+    """
     stage = schedule.local_stages(ps.pp_rank)[chunk]
     spec, several = schedule.stages[stage], schedule.placement.num_chunks > 1
     arguments: dict[str, Any] = {"pre_process": spec.embedding, "post_process": spec.loss}

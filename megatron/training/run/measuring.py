@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, RankLimitError, replanned
+from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, RankLimitError
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
     start_up_lines,
 )
 from megatron.core.pipeline_parallel.plan.residency import groups_of
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.core.words import size_text
@@ -44,7 +45,6 @@ class Measuring:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts, self._session, self._pipeline = parts, parts.session, parts.pipeline
-        self._costs: CostModel | None = None  # as measured
         self._start = self._length = 0
         self._link_known = False
         self.broken_limit: str | None = None  # why the run has to end, the same on all ranks
@@ -92,7 +92,7 @@ class Measuring:
         if not self._link_known:
             self._pipeline.measure_link()
             self._link_known = True
-        if self._costs is not None or self.broken_limit is not None:
+        if self._pipeline.planner.costs is not None or self.broken_limit is not None:
             return
         if iteration < self._start:  # the window is measured by itself; its first step may have run already
             profiler.forget(iteration)
@@ -112,14 +112,14 @@ class Measuring:
 
     def _in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
         """By which activations are counted."""
-        return self._session.config.staged_model.in_bytes(spec)
+        return self._pipeline.planner.model.in_bytes(spec)
 
     def _residency(self, task: StepTask) -> StepResidency | None:
         pipeline, profiler = self._pipeline, self._pipeline.profiler
         if pipeline.spec.residency is None or (ran := pipeline.ran(task.iteration)) is None:
             return None
         in_bytes = self._in_bytes(ran.spec)
-        asked = ran.spec, task.num_microbatches, ran.purpose, self._at_rest, in_bytes, self._costs
+        asked = ran.spec, task.num_microbatches, ran.purpose, self._at_rest, in_bytes, pipeline.planner.costs
         rank = planned_residency(*asked, pipeline.wire).rank
         figures = None if profiler is None else profiler.figures_of_step(task.iteration)
         activations = 0 if figures is None else figures["peak_bytes"]
@@ -154,26 +154,19 @@ class Measuring:
         if len(figures) < len(gathered):  # iterations were skipped, or broke off: measure the next ones
             self._move_window(iteration + 1)
             return
-        pipeline.keep_groupings(pipeline.residencies)
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
-        splits = all(splits for _, splits in gathered)
-        limited, spec = session.config.parallel.rank_memory_limit is not None, pipeline.spec
-        alike = session.config.staged_model.on_the_stages_of(spec) if limited else []
-        if limited and spec.residency is None:  # nothing moves, but there is a limit
-            chosen = session.config.schedule_spec
-            spec = dataclasses.replace(spec, stages_units=chosen.stages_units, residency=chosen.residency)
-        asked = iteration, figures, spec, sizes
+        splits, planner = all(splits for _, splits in gathered), pipeline.planner
         try:
-            spec, self._costs, reasons, told = replanned(
-                *asked, splits=splits, lanes=pipeline.wire, alike=alike
+            spec, reasons, told = planner.replan(
+                iteration, figures, sizes, splits=splits, lanes=pipeline.wire
             )
         except RankLimitError as error:
             self.broken_limit = str(error)
             return
+        limited = planner.budget is not None
         why = f" > --{'rank-memory-limit' if limited else 'pipeline-schedule auto'}, by measured costs: "
         session.print_rank_0(*(f"{why}{line}" for line in reasons), brief="")
         if told.kept is None:
-            pipeline.plan_by(spec if pipeline.spec.residency is not None else spec.bare)
             bare, plan = (plan_for(one, num_microbatches, PlanPurpose.TRAIN) for one in (spec.bare, spec))
             check_same_plan(session.gather(plan_hash(plan)))
             told = dataclasses.replace(told, path=self._save(bare))

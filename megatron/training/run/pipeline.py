@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 from megatron.core.distributed.plan_inputs import measured_moves, measured_wire, units_of_all_stages
 from megatron.core.distributed.unit_events import watch_units
 from megatron.core.optimizer.mixed_precision import RollbackBy
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.ir import Kind, RawOp
+from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.planned_residency import HeldBytes, StepMoves
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
 from megatron.core.pipeline_parallel.post_validation.validator import PostValidator
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
@@ -34,6 +33,7 @@ from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWrit
 from megatron.core.protocols import Stage
 from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
+from megatron.training.planner import Planner
 from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import (
     ForwardStep,
@@ -43,7 +43,7 @@ from megatron.training.report.step_metrics import (
     loss_to_differentiate,
 )
 from megatron.training.run.data import StepBatches
-from megatron.training.run.pipeline_memory import check_validated, settled
+from megatron.training.run.pipeline_memory import check_validated, settle
 from megatron.training.state import StepTask
 
 
@@ -72,9 +72,8 @@ class RanStep:
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    spec: by which steps are planned. described: the units of all stages by flags, see `units_of_all_stages`.
-    recorder: of the measured timeline, if any. profiler: of what the schedule is solved again for, if it is to be
-    measured. validator: to be set before the first `train_and_step`.
+    planner: of its steps. recorder: of the measured timeline, if any. profiler: of what the schedule is solved again
+    for, if it is to be measured. validator: to be set before the first `train_and_step`.
     """
 
     def __init__(
@@ -82,9 +81,8 @@ class PipelineRunner:
         session: Session,
         engine: Engine,
         forward_step: ForwardStep,
-        spec: ScheduleSpec,
+        planner: Planner,
         *,
-        described: Sequence[StageUnits] | None = None,
         recorder: Recorder | None = None,
         profiler: Profiler | None = None,
     ) -> None:
@@ -103,15 +101,19 @@ class PipelineRunner:
         if profiler is not None:
             self._stages = profiler.weigh(self._stages)
         self._boundaries = UnitBoundaries()
-        self._residencies: dict[int, PlannedResidency] = {}  # of plans that were run before the present ones
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
+        self.planner, spec = planner, planner.spec
         residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
-        self.spec = spec.bare
         if engine.model.place.dp_size > 1:
-            units = units_of_all_stages(engine.model, spec.local_stages(self._ps.pp_rank), described)
-            self.spec = dataclasses.replace(spec, stages_units=units, residency=residency)
+            own = spec.local_stages(self._ps.pp_rank)
+            described = None
+            if engine.is_described:
+                described = planner.chosen.stages_units or session.config.units_of(planner.chosen)
+            planner.serve(units_of_all_stages(engine.model, own, described), residency)
             self.wire = measured_wire(engine.model)
             watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
+        else:
+            planner.adopt(spec.bare)
         self._executors: dict[tuple[int, PlanPurpose], Executor] = {}  # (microbatches, what for)
         self._loss_names: dict[bool, tuple[str, ...]] = {}  # training or not -> agreed by all ranks
         self._began_s = self._step_s = (
@@ -191,26 +193,9 @@ class PipelineRunner:
             module.train(training)
         self._named(numbers, False)
 
-    def plan_by(self, spec: ScheduleSpec) -> None:
-        """From now on. Between steps, on all ranks alike; layers stay where they are."""
-        assert (spec.placement, spec.stages) == (self.spec.placement, self.spec.stages), (
-            f"layers cannot move from {self.spec.placement} to {spec.placement}"
-        )
-        self.spec = spec
-        self._executors.clear()
-
     @property
-    def residencies(self) -> dict[int, PlannedResidency]:
-        """Of the training plans that were run, by their number of microbatches: how gradients are grouped."""
-        trains = (one for one in self._executors.items() if one[0][1] is not PlanPurpose.EVALUATE)
-        planned = {size: executor.plan.residency for (size, _), executor in trains}
-        return self._residencies | {size: one for size, one in planned.items() if one is not None}
-
-    def keep_groupings(self, residencies: Mapping[int, PlannedResidency]) -> None:
-        """Plan with these groups of microbatches from now on, between steps: those of a saved run, or of this one."""
-        self._residencies = dict(residencies)
-        groupings = tuple((size, one.grouping) for size, one in sorted(residencies.items()))
-        self.plan_by(dataclasses.replace(self.spec, groupings=groupings))
+    def spec(self) -> ScheduleSpec:
+        return self.planner.spec
 
     def measure_link(self) -> None:
         """What a message takes on the slowest of this rank's links, for whoever measures steps. Communicates over the
@@ -240,13 +225,14 @@ class PipelineRunner:
 
     def _execute(self, task: StepTask, purpose: PlanPurpose) -> bool:
         key = (task.num_microbatches, purpose)
-        if key not in self._executors:
-            self._executors[key] = self._executor(*key)
+        plan, executor = self.planner.plan(*key), self._executors.get(key)
+        if executor is None or executor.plan is not plan:  # the planner has decided anew
+            executor = self._executors[key] = self._executor(plan, purpose)
         self._engine.memory_tracker.begin_step()
         self._began_s, self._repeated = time.monotonic(), False
-        return self._executors[key].run(task.iteration, self.region)
+        return executor.run(task.iteration, self.region)
 
-    def _executor(self, num_microbatches: int, purpose: PlanPurpose) -> Executor:
+    def _executor(self, plan: Plan, purpose: PlanPurpose) -> Executor:
         handlers: dict[Kind, Handler] = {}
         validation: Validation | None = None
         if purpose is PlanPurpose.TRAIN_AND_STEP:
@@ -261,7 +247,7 @@ class PipelineRunner:
             handlers = {**self.validator.handlers, Kind.STEP: timed_step}
         units = self.spec.stages_units
         return Executor(
-            plan_for(self.spec, num_microbatches, purpose),
+            plan,
             self._ps.pp_rank,
             self._stages,
             self._channel,
@@ -318,9 +304,10 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
     """
     parallel = session.config.parallel
     engine.optimizer.rollback_by = RollbackBy(parallel.post_validation_rollback)
-    spec = settled(session, engine)
+    planner = session.planner
+    settle(session, planner, engine)
     if parallel.enable_optimizer_post_validation:
-        check_validated(session, spec, engine)
+        check_validated(session, planner, engine)
     directory = session.config.logging.log_pipeline_timeline
     try:
         recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
@@ -343,8 +330,7 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         session,
         engine,
         forward_step,
-        spec,
-        described=session.config.units_of(spec) if engine.is_described else None,
+        planner,
         recorder=recorder,
         profiler=profiler,
     )

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
 from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits, limit_lines, reason_lines
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.words import counted, size_text
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
+from megatron.training.planner import Planner
 from megatron.training.report.session import Session
 
 _FLAGS = ("--zero-bubble-max-pending-backward", "--zero-bubble-adaptive-memory-limit-percentile")
 
 
-def settled(session: Session, engine: Engine) -> ScheduleSpec:
-    """The schedule of the run. On CUDA, with the limit that flags leave to the device. Says what limits there are and
+def settle(session: Session, planner: Planner, engine: Engine) -> None:
+    """On CUDA, tell the planner of the limit that flags leave to the device. Says what limits there are and
     why `auto` chose as it did, and tells the layers whether they keep gathered inputs.
 
     Communicates over the world where the device decides. Raises ConfigurationError, on every rank alike, where it has
     too little memory left.
     """
     config, tell = session.config, session.print_rank_0
-    spec, parallel = config.schedule_spec, config.parallel
+    spec, parallel = planner.spec, config.parallel
     speeds = parallel.achieved_tflops, parallel.dp_bandwidth_gb_per_s
     candidates = reason_lines(spec, parallel.rank_memory_limit, *speeds)
     by = "" if parallel.rank_memory_limit is None else " under --rank-memory-limit"
     tell(*candidates, brief=f" > plan chosen{by}: {spec.schedule}; every candidate is in the log file")
-    if config.staged_model.asks_device(spec):
+    if planner.model.asks_device(spec):
         total = session.device.total_bytes()
         if total is not None:
-            spec = _limited_by_device(session, spec, engine, total)
+            _limit_by_device(session, planner, engine, total)
+            spec = planner.spec
         else:
             ranks = f"the number of pipeline ranks on CPU, {spec.placement.num_ranks}"
             tell(f" > --zero-bubble-max-pending-backward auto is {ranks}")
@@ -42,10 +42,9 @@ def settled(session: Session, engine: Engine) -> ScheduleSpec:
     tell(*limit_lines(spec, sequence_parallel=parallel.sequence_parallel))
     if (told := bound_lines(spec, config.batch_schedule().num_microbatches(0))) is not None:
         tell(told[0], brief=told[1])
-    return spec
 
 
-def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, total: int) -> ScheduleSpec:
+def _limit_by_device(session: Session, planner: Planner, engine: Engine, total: int) -> None:
     """Once weights and what the optimizer will hold have their memory, or are known."""
     parallel = session.config.parallel
     percentile = parallel.zero_bubble_adaptive_memory_limit_percentile
@@ -53,29 +52,26 @@ def _limited_by_device(session: Session, spec: ScheduleSpec, engine: Engine, tot
     if parallel.enable_optimizer_post_validation:
         used += engine.optimizer.snapshot_bytes()
     told = [tuple(one) for one in session.gather([session.ps.pp_rank, used, total])]
-    limits = device_limits(told, percentile, spec.placement.num_ranks)
-    config, spec = session.config, dataclasses.replace(spec, limits=limits)
-    spec = config.staged_model.with_gathered_inputs(spec)
+    planner.limit_activations(device_limits(told, percentile, planner.spec.placement.num_ranks))
     try:
-        plan_for(spec, config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)
+        planner.plan(session.config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)
     except PlanError as error:
         fix = "use fewer layers a rank, smaller microbatches or recomputation, or a higher percentile"
         message = f"{percentile} % of the device's memory leaves too little for activations: {error}"
         raise ConfigurationError([Problem("device-memory", _FLAGS, message, fix)]) from None
-    return spec
 
 
-def check_validated(session: Session, spec: ScheduleSpec, engine: Engine) -> None:
+def check_validated(session: Session, planner: Planner, engine: Engine) -> None:
     """--enable-optimizer-post-validation: whether this machine has room for what a step leaves until it is decided on,
     beside the activations that the plan holds, where these are known. Communicates over the world.
 
     Raises ConfigurationError, on every rank alike.
     """
     ranks_here = session.env.local_world_size if session.device.kind == "cpu" else 1
-    copies, grads = engine.optimizer.snapshot_bytes(), engine.model.resting_grad_bytes()
+    spec, copies, grads = planner.spec, engine.optimizer.snapshot_bytes(), engine.model.resting_grad_bytes()
     needed = copies + grads
     if needed and spec.estimated:
-        plan = plan_for(spec, session.config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)
+        plan = planner.plan(session.config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)
         pp_rank = session.ps.pp_rank
         needed += round(peak_activation(pp_rank, plan.rows[pp_rank], spec.costs))
     told = session.gather([needed * ranks_here, copies, grads, session.device.free_bytes()])

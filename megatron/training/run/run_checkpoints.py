@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,7 +151,7 @@ class RunCheckpoints:
                 tell(told)
         saved = {one["microbatches"]: _residency(one["plan"]) for one in common.get("groupings", ())}
         taken, lines = kept_groupings(parts.pipeline.spec, saved)
-        parts.pipeline.keep_groupings(taken)
+        parts.pipeline.planner.keep_groupings(taken)
         tell(*lines)
         self._saved_data = common.get("data")
         self.last = str(restored.directory)
@@ -181,10 +182,12 @@ class RunCheckpoints:
             "train_state": state.state(),
             **{name: getattr(engine, name).state() for name in OPTIMIZER_SECTIONS},
             "nan_policy": self._parts.policy.state(),
-            "config": session.config.flat(),
+            "config": dataclasses.replace(
+                session.config, ddp=engine.model.config
+            ).flat(),  # with what was chosen
             "data": self._saved_data if self._converts else self._parts.data.description,
         }
-        if residencies := self._parts.pipeline.residencies:
+        if residencies := self._parts.pipeline.planner.ran:
             common["groupings"] = [
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]

@@ -30,6 +30,7 @@ from megatron.training.guard.rendezvous import hosts_store, open_store
 from megatron.training.guard.run_folder import RunFolder
 from megatron.training.guard.startup_check import Meeting, compare_across_ranks
 from megatron.training.guard.watchdog import Watchdog
+from megatron.training.planner import Planner
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.report.timers import Timers
@@ -62,13 +63,13 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     sow(config.training.seed, ps)
     assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     tokenizer = build_from_config(config.tokenizer)
-    config = _with_limit(with_vocabulary(config, tokenizer, ps), ps)
+    config, planner = _planned(with_vocabulary(config, tokenizer, ps), ps)
     timers = new_timers(config, ps)
     # The last thing that may be refused: from here on the run's ends are recorded, and the folder given free. Gathered,
     # as a broadcast would not wait for the others, who would lose a first rank that ends.
     claimed = folder.claim(env, say) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
-    session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at)
+    session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at, planner)
     said = f"; {said_by}" if asked is not None else ""  # else ranks share the cores
     cores, ranks = counted(device.available_cores(), "core"), counted(env.local_world_size, "local rank")
     size, padded = tokenizer.vocab_size, config.model.padded_vocab_size or 0
@@ -126,16 +127,21 @@ def sow(seed: int, ps: ParallelState) -> None:
         generator(seed + 100 * ps.pp_rank)  # as Megatron
 
 
-def _with_limit(config: Config, ps: ParallelState) -> Config:
-    """With what --rank-memory-limit decides on. Communicates over the world where it is a share of the device's memory,
-    or of the machine's. Raises ConfigurationError."""
+def _planned(config: Config, ps: ParallelState) -> tuple[Config, Planner]:
+    """With the bytes of --rank-memory-limit, and the run's planner.
+
+    Communicates over the world where the limit is a share of the device's memory, or of the machine's. Raises
+    ConfigurationError.
+    """
     limit = config.parallel.rank_memory_limit
     if _asks_machine(config):
         share = int(_OF_DEVICE * (ps.device.total_bytes() or 0)) if limit == "auto" else limit
         config = config.replace(rank_memory_limit=min(host_data.all_gather_json(share, ps.control_group)))
     try:
-        return config.chosen()
+        return config, config.planner()
     except (StageLayersError, PlanError) as error:
+        if limit is None:
+            raise
         fix = "raise it, use smaller microbatches or more recomputation, or more ranks"
         problem = Problem("rank-memory-limit", ("--rank-memory-limit",), str(error), fix)
         raise ConfigurationError([problem]) from None

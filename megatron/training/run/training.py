@@ -137,12 +137,12 @@ class _Run:
         with waiting.ended_by(self.signals.end_waiting):
             session = self.session = initialize(self.config, self.env, self.folder)
             config, ps = session.config, session.ps
-            args = {**config.flat(), **config.extra}
+            args = {**session.settings(), **config.extra}
             global_vars.publish(args, rank=ps.rank, world_size=ps.world_size)
             parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
             global_vars.provide(config=config, parallel_state=ps, **parts)
             with session.watchdog.phase("build model"):
-                engine = build_engine(config, ps, model_provider)
+                engine = build_engine(config, ps, model_provider, session.planner)
                 runner = build_runner(session, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, engine, runner)
         try:

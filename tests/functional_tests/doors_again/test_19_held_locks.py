@@ -16,9 +16,9 @@ import pytest
 
 from megatron.core import safe_files
 from megatron.core.dist_checkpointing.catalog import LEASE_FILE
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.training.guard import lease as lease_module
 from megatron.training.guard.lease import LeaseError, take
 from megatron.training.guard.lease_holder import Holder, look

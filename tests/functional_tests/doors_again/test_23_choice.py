@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.activation_share import looks
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.candidate import NoFasterError, bound_of, room_of
 from megatron.core.pipeline_parallel.plan.joint import named
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
+from megatron.training.planner import within
 from tests.harness.budget_settings import SETTINGS, Setting, timed
 
 ROOT = Path(__file__).parents[3]
@@ -23,8 +25,8 @@ def candidates(setting, limit, schedule):
     """Of one schedule, or of all: {schedule}."""
     staged = setting.staged
     parallel = dataclasses.replace(staged.parallel, pipeline_schedule=schedule)
-    return dataclasses.replace(staged, parallel=parallel).within(
-        setting.budget(limit * GB, SHARDED), staged.costs
+    return within(
+        dataclasses.replace(staged, parallel=parallel), setting.budget(limit * GB, SHARDED), staged.costs
     )
 
 

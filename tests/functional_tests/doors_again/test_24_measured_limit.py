@@ -5,10 +5,12 @@ import re
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.measuring.again import RankLimitError, solve_again
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.planner import on_the_stages_of
 from megatron.training.run.arguments import parse_config
 from tests.harness import launch
 
@@ -24,11 +26,11 @@ MICROBATCHES = 4
 def of_measured(limit, factor):
     """A choice under a limit, and its costs once activations were measured to be so many times as large."""
     config = parse_config([*FLAGS, "--rank-memory-limit", str(limit)], env=LaunchEnv(world_size=4))
-    spec = config.schedule_spec
+    spec = config.planner().spec
     sizes = (tuple(factor * one for one in of) for of in (spec.costs.activation, spec.costs.held_after_b))
     activation, held = sizes
     costs = dataclasses.replace(spec.costs, activation=activation, held_after_b=held)
-    return spec, costs, config.staged_model.on_the_stages_of(spec)
+    return spec, costs, on_the_stages_of(config.staged_model, spec)
 
 
 def held(spec, costs):

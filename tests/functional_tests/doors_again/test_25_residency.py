@@ -8,8 +8,9 @@ import pytest
 
 from megatron.core import memory_tracker
 from megatron.core.distributed import plan_inputs
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.words import size_text
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
@@ -101,7 +102,7 @@ def test_a_fixed_order_says_its_activations_and_kinds_add_up(tmp_path):
     assert total == pytest.approx(sum(kinds), rel=1e-3)
     words = [*FLAGS, *flags.split()]
     config = parse_config(words, env=LaunchEnv(world_size=4))
-    spec = config.schedule_spec
+    spec = config.planner().spec
     assert not spec.estimated
     costs = config.staged_model.costs.of_stages(spec.stages)
     rows = plan_for(spec, 4, PlanPurpose.TRAIN).rows

@@ -15,8 +15,9 @@ import pytest
 
 from megatron.core.config_base import bounds_of
 from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json
 from megatron.training.config.check_config import build_report, render_json, render_text
 from megatron.training.config.config import FIELDS, train_step_flops
@@ -260,7 +261,7 @@ def test_a_schedule_file_of_any_content(text, tmp_path):
 
 
 def test_a_schedule_that_claims_more_microbatches_than_it_holds_makes_no_lists(tmp_path):
-    content = json.loads(to_json(plan_for(parse_config(SMALL).schedule_spec, 1, PlanPurpose.TRAIN)))
+    content = json.loads(to_json(plan_for(parse_config(SMALL).planner().spec, 1, PlanPurpose.TRAIN)))
     plan = from_json(json.dumps(content))
     content.update(microbatches=10**9, hash=plan_hash(dataclasses.replace(plan, num_microbatches=10**9)))
     file = tmp_path / "plan.json"
@@ -340,7 +341,7 @@ def planned(config):
     datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)
     train_step_flops(config, schedule.target)
     if microbatches * (config.model.num_layers or 1) < 1000:
-        plan_for(config.schedule_spec, microbatches, PlanPurpose.TRAIN)
+        plan_for(config.planner().spec, microbatches, PlanPurpose.TRAIN)
     report = build_report(config, [])
     assert json.loads(render_json(report))
     assert render_text(report)

@@ -17,10 +17,10 @@ from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.errors import DataError
 from megatron.core.datasets.gpt_samples import GPTDataset, MockCorpus, SampleFormat
 from megatron.core.datasets.indexed_dataset_reader import IndexedDataset
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.text import load_plan, to_json
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.tokenizer import TokenizerError

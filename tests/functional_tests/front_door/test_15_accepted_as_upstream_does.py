@@ -145,7 +145,7 @@ def test_values_that_have_no_effect_may_not_be_nonsense_either():
 def test_v_schedules_plan_as_if_the_number_had_not_been_given():
     for setup in ("zb", "half", "min"):
         plain, limited = (
-            configure(f"{PP2} {V} {SETUP} {setup} {more}", 2).schedule_spec for more in ("", f"{PENDING} 1")
+            configure(f"{PP2} {V} {SETUP} {setup} {more}", 2).planner().spec for more in ("", f"{PENDING} 1")
         )
         assert plain.limits is limited.limits is None
         assert plain.schedule == limited.schedule

@@ -14,7 +14,7 @@ CONTESTANTS = ["ours 1f1b", "ours zbv", "torch 1f1b", "torch zbv"]
 
 
 def layers_of(work, schedule):
-    return [len(spec.layers) for spec in work.config(schedule, 0).schedule_spec.stages]
+    return [len(spec.layers) for spec in work.config(schedule, 0).planner().spec.stages]
 
 
 def test_all_contestants_train_alike_and_ours_to_the_bit(tmp_path, monkeypatch, capsys):

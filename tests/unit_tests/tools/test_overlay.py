@@ -3,13 +3,13 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import MeasuredStep, OpTimes
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tools.schedules.overlay import figures_of_ranks, measured_costs, measured_simulation, median_times
 from tools.schedules.picture import beside_svg

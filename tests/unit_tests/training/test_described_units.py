@@ -43,7 +43,7 @@ def built(ctx, ranks, words, provider=build_gpt_model):
     """Configuration, engine and this rank's stages."""
     config, ps = config_of(words), ctx.make_ps(**ranks)
     engine = build_engine(config, ps, partial(provider, config, ps))
-    return config, engine, config.schedule_spec.local_stages(ps.pp_rank)
+    return config, engine, config.planner().spec.local_stages(ps.pp_rank)
 
 
 @pytest.mark.parametrize(("ranks", "words"), CASES)
@@ -51,7 +51,7 @@ def test_the_engine_builds_what_the_flags_describe(ranks, words):
     def body(ctx):
         config, engine, stages = built(ctx, ranks, words)
         assert engine.is_described
-        described = config.units_of(config.schedule_spec)
+        described = config.units_of(config.planner().spec)
         assert units_of_all_stages(engine.model, stages, described) == described
         as_built = units_of_all_stages(engine.model, stages)
         for mine, theirs in zip(described, as_built, strict=True):
@@ -68,7 +68,7 @@ def test_a_difference_is_an_error_that_names_the_unit_and_both_figures_on_every_
         other = dataclasses.replace(config.model, ffn_hidden_size=2 * config.model.ffn_hidden_size)
         wider = dataclasses.replace(config, model=other)
         engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
-        stages, spec = config.schedule_spec.local_stages(ps.pp_rank), config.schedule_spec
+        stages, spec = config.planner().spec.local_stages(ps.pp_rank), config.planner().spec
         with pytest.raises(ModelError) as refused:
             units_of_all_stages(engine.model, stages, wider.units_of(spec))
         whole = [

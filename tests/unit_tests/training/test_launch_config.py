@@ -147,3 +147,21 @@ def test_a_senseless_launcher_is_status_2():
     done = run(SMALL, RANK="x", WORLD_SIZE="2")
     assert done.returncode == 2
     assert "RANK='x'" in done.stderr
+
+
+def test_flags_are_parsed_and_refused_without_a_search():
+    """Whatever chooses and searches is there only once flags leave a choice to it."""
+    code = (
+        "import sys; from megatron.training.run.arguments import ConfigurationError, parse_config\n"
+        "sought = 'build candidate auto joint activation_share search passes'.split()\n"
+        "plan = 'megatron.core.pipeline_parallel.plan.'\n"
+        "def told(*more):\n"
+        "    try: parse_config([*sys.argv[1:], *more]); said = 'sound'\n"
+        "    except ConfigurationError: said = 'refused'\n"
+        "    print(said, *(one for one in sought if plan + one in sys.modules))\n"
+        "told(); told('--pipeline-schedule', 'zbv'); told('--pipeline-schedule', 'auto')\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code, *SMALL], capture_output=True, text=True, check=True)
+    plain, refused, chosen = said.stdout.splitlines()
+    assert (plain, refused) == ("sound", "refused")
+    assert chosen.split()[:3] == ["sound", "build", "candidate"]

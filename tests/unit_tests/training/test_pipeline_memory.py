@@ -11,7 +11,8 @@ from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.run.arguments import parse_config
-from megatron.training.run.pipeline_memory import check_validated, settled
+from megatron.training.run.pipeline_memory import check_validated
+from megatron.training.run.pipeline_memory import settle as settle_planner
 from tests.harness import launch
 
 
@@ -62,8 +63,9 @@ def settle(flags, device, world_size=2, held=None):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
     env = LaunchEnv(world_size=world_size, rank=0)
     config = parse_config([*words, *flags.split(), "--padded-vocab-size", "128"], env=env)
-    session = FakeSession(config, device)
-    return settled(session, held or engine()), "\n".join(session.lines)
+    session, planner = FakeSession(config, device), config.planner()
+    settle_planner(session, planner, held or engine())
+    return planner.spec, "\n".join(session.lines)
 
 
 def test_the_least_that_is_left_on_any_replica_is_the_limit():
@@ -137,12 +139,12 @@ def test_what_waits_for_a_decision_has_to_fit(copies, grads, told):
         optimizer=types.SimpleNamespace(snapshot_bytes=lambda: copies * 2**20),
         model=types.SimpleNamespace(resting_grad_bytes=lambda: grads * 2**20),
     )
-    spec = types.SimpleNamespace(estimated=False)
+    planner = types.SimpleNamespace(spec=types.SimpleNamespace(estimated=False))
     if told is None:
-        check_validated(session, spec, held)
+        check_validated(session, planner, held)
         return
     with pytest.raises(ConfigurationError) as refused:
-        check_validated(session, spec, held)
+        check_validated(session, planner, held)
     message = str(refused.value)
     assert told in message
     assert "--enable-optimizer-post-validation" in message

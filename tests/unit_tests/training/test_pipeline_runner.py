@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.device import Device
-from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.sharding_table import ShardPlace
 from megatron.core.transport.parallel_state import single_process
@@ -38,11 +35,10 @@ def test_closing_a_runner_closes_its_recorder():
 
     config = SimpleNamespace(model=SimpleNamespace(calculate_per_token_loss=False))
     session = SimpleNamespace(config=config, ps=ps, timers=Timers(0))
-    placement = Placement("linear", 1)
-    spec = ScheduleSpec("1f1b", placement, CostModel.of_ranks(placement))
+    planner = parse_config([*launch.TINY, "--train-iters", "9"]).planner()
 
     def runner(recorder):
-        return PipelineRunner(session, engine, None, spec, recorder=recorder).close()
+        return PipelineRunner(session, engine, None, planner, recorder=recorder).close()
 
     runner(None)
     with pytest.raises(ClosedError):
@@ -60,7 +56,9 @@ def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
         return "ending"
 
     session = SimpleNamespace(
-        config=SimpleNamespace(flat=dict, extra={}, schedule_spec=None),
+        config=SimpleNamespace(extra={}),
+        planner=None,
+        settings=dict,
         ps=SimpleNamespace(rank=1, world_size=2),
         device=None,
         tokenizer=None,

@@ -62,11 +62,11 @@ def test_less_memory_shards_more_and_takes_longer(limits):
     times, strategies = [], []
     for limit in limits:
         config = configure(f"{AUTO} {SHAPE} {LIMIT} {limit}", 8)
-        spec = config.schedule_spec
+        spec = config.planner().spec
         judged = judge(spec, config.last_num_microbatches)
         assert max(judged.peaks) <= limit
-        assert config.chosen().ddp.data_parallel_sharding_strategy == spec.residency.strategy
-        assert config.chosen().schedule_spec == spec
+        chosen = config.planner().sharded(config.ddp)
+        assert chosen.data_parallel_sharding_strategy == spec.residency.strategy
         times.append(judged.simulation.cost)
         strategies.append(spec.residency.strategy)
     assert times == sorted(times)
@@ -75,17 +75,17 @@ def test_less_memory_shards_more_and_takes_longer(limits):
 
 
 def test_what_flags_name_is_kept():
-    spec = configure(f"{FSDP} {SHAPE} {LIMIT} 4M --zero-bubble-v-schedule", 8).schedule_spec
+    spec = configure(f"{FSDP} {SHAPE} {LIMIT} 4M --zero-bubble-v-schedule", 8).planner().spec
     assert (spec.schedule, spec.residency.strategy) == ("zbv", "optim_grads_params")
     assert {line.partition(",")[0] for line in spec.reasons} == {"zbv"}
-    alone = configure(f"{FSDP} {LIMIT} 4M {PP} 1").schedule_spec
+    alone = configure(f"{FSDP} {LIMIT} 4M {PP} 1").planner().spec
     assert (alone.schedule, alone.placement.num_stages) == ("1f1b", 1)
 
 
 def test_one_data_parallel_rank_shares_nothing_and_is_bounded_all_the_same():
     words = f"--num-layers 4 --global-batch-size 8 {PP} 2"
     config = configure(f"{words} {LIMIT} 4M", world_size=2)
-    assert max(judge(config.schedule_spec, 8).peaks) <= 4 << 20
+    assert max(judge(config.planner().spec, 8).peaks) <= 4 << 20
     (problem,) = problems_of(f"{words} {LIMIT} 50K", world_size=2)
     assert "nothing fits" in problem.message
 

@@ -16,13 +16,14 @@ from megatron.core.parallelism_config import (
     count_or_auto,
     describe_schedule,
 )
+from megatron.core.pipeline_parallel.plan.build import build_plan, plan_for
 from megatron.core.pipeline_parallel.plan.facts import bubble_rate, facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.measuring.again import solve_again
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, build_plan
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.training.config.config import FIELDS
 from megatron.training.config.launch_env import LaunchEnv
@@ -111,7 +112,7 @@ ASKED = [
 @pytest.mark.parametrize(("words", "schedule", "stages"), ASKED)
 def test_every_way_to_ask_for_a_schedule(words, schedule, stages):
     config = configure(words)
-    spec = config.schedule_spec
+    spec = config.planner().spec
     assert config.parallel.pipeline_schedule == spec.schedule == schedule
     assert len(spec.stages) == spec.placement.num_stages == stages
     assert spec.placement.kind == SCHEDULES[schedule].placement
@@ -213,7 +214,7 @@ def test_the_flag_that_asks_for_a_schedule_is_named():
 def test_the_percentile_is_read_where_the_device_is_asked():
     for words in (ZB, f"{ZB} {PENDING} auto", f"{ZB} --pipeline-schedule zbv --num-layers 4"):
         config = configure(f"{words} {PERCENTILE} 50")
-        assert config.staged_model.asks_device(config.schedule_spec)
+        assert config.staged_model.asks_device(config.planner().spec)
         assert config.parallel.zero_bubble_adaptive_memory_limit_percentile == 50
 
 
@@ -226,7 +227,7 @@ def test_conflicts_are_told_together():
 def saved(path, name, ranks=2, microbatches=8, lowered=False):
     plan = build_plan(name, Request(ranks, microbatches))
     if lowered:
-        plan = lower(plan, configure("", ranks).schedule_spec.costs)
+        plan = lower(plan, configure("", ranks).planner().spec.costs)
     path.write_text(to_json(plan))
     return plan
 
@@ -234,7 +235,7 @@ def saved(path, name, ranks=2, microbatches=8, lowered=False):
 @pytest.mark.parametrize("lowered", [False, True])
 def test_a_saved_plan_is_what_runs(tmp_path, lowered):
     plan = saved(tmp_path / "p.json", "1f1b" if lowered else "v-half", lowered=lowered)
-    spec = configure(f"--num-layers 4 {FILE} {tmp_path / 'p.json'}").schedule_spec
+    spec = configure(f"--num-layers 4 {FILE} {tmp_path / 'p.json'}").planner().spec
     assert (spec.schedule, spec.placement) == (plan.schedule, plan.placement)
     assert spec.splits_backward is not lowered
     rows = [[op for op in row if op[0] <= 3] for row in plan.rows]
@@ -273,7 +274,7 @@ def test_a_file_that_is_no_plan_for_this_run_is_refused(tmp_path):
 
 def test_auto_says_why_and_keeps_to_the_limit():
     wide = configure("--pipeline-schedule auto --num-layers 4")
-    spec = wide.schedule_spec
+    spec = wide.planner().spec
     assert spec.schedule in SCHEDULES
     assert spec.limits is not None
     told = "\n".join(spec.reasons)
@@ -286,20 +287,20 @@ def test_auto_says_why_and_keeps_to_the_limit():
     assert any("auto: " in line for line in facts_lines(spec, 8))
     assert pipeline_facts(spec, 8)["reasons"] == list(spec.reasons)
     # no V of 2 x 2 stages in 2 layers: the linear ones are left
-    narrow = configure("--pipeline-schedule auto").schedule_spec
+    narrow = configure("--pipeline-schedule auto").planner().spec
     assert narrow.placement.kind == LINEAR
     assert any(line.startswith("zbv: not possible: --num-layers 2") for line in narrow.reasons)
     # one rank: nothing to choose
-    assert configure("--pipeline-schedule auto", 1).schedule_spec.schedule == "1f1b"
+    assert configure("--pipeline-schedule auto", 1).planner().spec.schedule == "1f1b"
 
 
 def test_auto_counts_1f1b_a_candidate_under_any_limit():
-    spec = configure("--pipeline-schedule 1f1b --num-layers 4 --pipeline-memory-limit 1G").schedule_spec
+    spec = configure("--pipeline-schedule 1f1b --num-layers 4 --pipeline-memory-limit 1G").planner().spec
     peak = max(
         sum(spec.costs.activation[stage] for stage in range(2) if spec.placement.rank_of(stage) == rank) * (2 - rank)
         for rank in range(2)
     )  # fmt: skip
-    chosen = configure(f"--pipeline-schedule auto --num-layers 4 {LIMIT} {int(peak) + 1}").schedule_spec
+    chosen = configure(f"--pipeline-schedule auto --num-layers 4 {LIMIT} {int(peak) + 1}").planner().spec
     line = next(one for one in chosen.reasons if one.startswith("1f1b:"))
     assert "not possible" not in line
     assert "too much" not in line
@@ -307,7 +308,7 @@ def test_auto_counts_1f1b_a_candidate_under_any_limit():
 
 def test_auto_tells_measured_costs_in_milliseconds():
     config = configure("--pipeline-schedule auto --num-layers 4")
-    spec = config.schedule_spec
+    spec = config.planner().spec
     costs = dataclasses.replace(spec.costs, f=(1.5e6,) * 4, b=(1.5e6,) * 4, w=(1.5e6,) * 4)
     _, _, reasons = solve_again(spec, costs, 8, 8, splits=True)
     assert any(
@@ -316,11 +317,11 @@ def test_auto_tells_measured_costs_in_milliseconds():
 
 
 def test_limits_are_in_bytes_or_in_whole_stages():
-    by_count = configure(f"{ZB} {PENDING} 3").schedule_spec
+    by_count = configure(f"{ZB} {PENDING} 3").planner().spec
     assert by_count.limits == (3 * max(by_count.costs.activation),) * 2
-    by_bytes = configure(f"{ZB} {LIMIT} 2M").schedule_spec
+    by_bytes = configure(f"{ZB} {LIMIT} 2M").planner().spec
     assert by_bytes.limits == (2.0 * 2**20,) * 2
-    assert configure(ZB).schedule_spec.limits is None
+    assert configure(ZB).planner().spec.limits is None
 
 
 def test_sizes_and_counts_in_words():
@@ -388,4 +389,4 @@ def test_the_rules_refuse_exactly_what_cannot_be_planned(
         assert refused
         return
     assert config.last_num_microbatches == microbatches
-    assert (bubble_rate(config.schedule_spec, microbatches) is None) == bool(refused)  # None: no such plan
+    assert (bubble_rate(config.planner().spec, microbatches) is None) == bool(refused)  # None: no such plan

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.generators.looped import interleaved
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
@@ -28,6 +29,7 @@ schedules.SCHEDULES["mine"] = schedules.Schedule("mine", "v", mine, chunks=2, mi
 
 from megatron.training.run.arguments import ConfigurationError, parse_config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
 from tools import show_schedule
 
@@ -35,7 +37,7 @@ def facts(schedule, batch):
     words = f"--micro-batch-size 1 --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
     words = [*sys.argv[1:], *words.split(), "--global-batch-size", str(batch)]
     try:
-        return pipeline_facts(parse_config(words, env=LaunchEnv(world_size=2)).schedule_spec, batch)
+        return pipeline_facts(parse_config(words, env=LaunchEnv(world_size=2)).planner().spec, batch)
     except ConfigurationError as error:
         return [str(one.message) for one in error.problems]
 
@@ -62,14 +64,14 @@ def test_a_row_is_all_that_a_new_schedule_needs():
 def test_the_fewest_microbatches_are_what_generators_take():
     for name, row in SCHEDULES.items():
         least = row.least_microbatches(4)
-        row.generate(Request(4, least))
+        build_plan(row.name, Request(4, least))
         if least > 1:
             with pytest.raises(PlanError, match=name):
-                row.generate(Request(4, least - 1))
+                build_plan(row.name, Request(4, least - 1))
     assert SCHEDULES["interleaved"].least_microbatches(4, 6) == 6
 
 
 def test_placements_are_those_of_plans():
     for row in SCHEDULES.values():
-        assert row.generate(Request(4, 8)).placement == row.placed(4)
+        assert build_plan(row.name, Request(4, 8)).placement == row.placed(4)
     assert interleaved(Request(4, 8, 3)).placement == SCHEDULES["interleaved"].placed(4, 3)

@@ -59,7 +59,7 @@ class Trainer:
             self.config, self.ps, provider or partial(build_gpt_model, self.config, self.ps)
         )
         self.runner = PipelineRunner(
-            session_of(self.config, self.ps), self.engine, forward_step, self.config.schedule_spec
+            session_of(self.config, self.ps), self.engine, forward_step, self.config.planner()
         )
         parts = parts_of(self.config, self.ps, self.engine, self.runner, NanPolicy(policy, 3))
         self.steps = StepRunner(parts)

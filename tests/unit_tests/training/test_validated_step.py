@@ -92,10 +92,11 @@ class Trainer:
         self.setting = setting
         self.config = parse_config(setting.flags(after), env=env)
         self.ps = ps = parallel_state(ctx, setting.tp, setting.pp, setting.dp)
-        self.spec = spec = self.config.schedule_spec
+        planner = self.config.planner()
+        self.spec = spec = planner.spec
         self.engine = build_engine(self.config, ps, partial(build_gpt_model, self.config, ps))
         self.faults = Faults(list(setting.faults))
-        self.runner = PipelineRunner(session_of(self.config, ps), self.engine, self._forward_step, spec)
+        self.runner = PipelineRunner(session_of(self.config, ps), self.engine, self._forward_step, planner)
         self.policy = NanPolicy(
             setting.policy, setting.max_skips, dynamic_loss_scale=self.engine.scaler.dynamic
         )

@@ -18,6 +18,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.candidate import (
     Judged,
     NoFasterError,
@@ -30,7 +31,7 @@ from megatron.core.pipeline_parallel.plan.candidate import (
 )
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 
 # Orders of a searched schedule, of them so many at most to come to what fits; steps that bisect a share by its bound.
 _ORDERS, _TO_FIT, _STEPS = 5, 3, 6

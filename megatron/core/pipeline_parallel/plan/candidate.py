@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute
@@ -18,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.residency import are_shared
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.words import plain, share_text, size_text
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.pipeline_parallel.plan.build import order_within_limits
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import bound_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
-from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec, order_within_limits
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.words import counted, plain, share_text
 
 # Beyond so many forwards a simulation would make --check-config wait.

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan.activation_share import looks
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.candidate import (
     Judged,
     NoFasterError,
@@ -21,8 +22,8 @@ from megatron.core.pipeline_parallel.plan.candidate import (
 )
 from megatron.core.pipeline_parallel.plan.ir import PlanError, without_collector
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
-from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import TOLERANCE, PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, simulate
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 
 # [Note: rounds]: choices that are tried of every plan; then of so many plans at most, those within so much of the best.
 _LOOK, _ROUNDS = 16, ((45, 12, 1.3), (None, 6, 1.1))

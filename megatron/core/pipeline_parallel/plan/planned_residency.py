@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves, walk_row
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
@@ -21,7 +22,7 @@ from megatron.core.pipeline_parallel.plan.residency import (
     over_ranks,
 )
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.sharding_table import RankGroup
 from megatron.core.words import counted, share_text, size_text, time_text
 

@@ -12,8 +12,6 @@ from megatron.core.pipeline_parallel.plan.generators.one_f_one_b_v import one_f_
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.saved_orders import saved_or_made
-from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_half, v_min, zb_1p, zb_2p, zbv
 
 AUTO = "auto"  # instead of a name: the fastest schedule that fits
 
@@ -27,19 +25,18 @@ MOST_SEARCHED_FORWARDS = 2**16
 class Schedule:
     """One schedule.
 
-    placement: where its stages lie. generate: its computations, raises PlanError for what it cannot do. splits: it has
-    B and W apart, which not every model can run. searched: made for costs and memory limits, others are fixed orders.
-    chunks: on each rank, where nothing says how many. group_size: the field of ModelParallelConfig that says how many
-    microbatches a chunk takes in turn (by default as many as there are ranks). whole_group: a step has as many at
+    placement: where its stages lie. generate: the computations of a fixed order, raises PlanError for what it cannot
+    do; None: it is searched for, by costs and memory limits. splits: it has B and W apart, which not every model can
+    run. chunks: on each rank, where nothing says how many. group_size: the field of ModelParallelConfig that says how
+    many microbatches a chunk takes in turn (by default as many as there are ranks). whole_group: a step has as many at
     least. microbatches_a_rank: a step has so many a pipeline rank at least. alone: it runs on one rank too. like: under
     the same memory limits it comes to what this one comes to. about: what it is, in a few words.
     """
 
     name: str
     placement: str
-    generate: Callable[[Request], Plan]
+    generate: Callable[[Request], Plan] | None = None
     splits: bool = True
-    searched: bool = False
     chunks: int = 1
     group_size: str | None = None
     whole_group: bool = False
@@ -47,6 +44,10 @@ class Schedule:
     alone: bool = False
     like: str | None = None
     about: str = ""
+
+    @property
+    def searched(self) -> bool:
+        return self.generate is None
 
     def placed(self, num_ranks: int, num_chunks: int | None = None) -> Placement:
         """Its stages on so many ranks. num_chunks: None = its own; a linear placement has one."""
@@ -85,19 +86,13 @@ SCHEDULES: Mapping[str, Schedule] = {
         ),
         Schedule("zb-h1", LINEAR, zb_h1, about="1f1b that puts weight gradients off"),
         Schedule("zb-h2", LINEAR, zb_h2, about="zb-h1 in twice the memory, without a bubble"),
-        Schedule("zb-1p", LINEAR, zb_1p, searched=True, about="zero-bubble in 1f1b's memory"),
-        Schedule(
-            "zb-2p", LINEAR, zb_2p, searched=True, like="zb-1p", about="zero-bubble in twice 1f1b's memory"
-        ),
-        Schedule("zbv", V_SHAPED, zbv, searched=True, chunks=2, about="zero-bubble on a V of two chunks"),
-        Schedule(
-            "v-half", V_SHAPED, v_half, searched=True, chunks=2, like="zbv", about="zbv in half the memory"
-        ),
+        Schedule("zb-1p", LINEAR, about="zero-bubble in 1f1b's memory"),
+        Schedule("zb-2p", LINEAR, like="zb-1p", about="zero-bubble in twice 1f1b's memory"),
+        Schedule("zbv", V_SHAPED, chunks=2, about="zero-bubble on a V of two chunks"),
+        Schedule("v-half", V_SHAPED, chunks=2, like="zbv", about="zbv in half the memory"),
         Schedule(
             "v-min",
             V_SHAPED,
-            v_min,
-            searched=True,
             chunks=2,
             like="zbv",
             about="zbv in a third of the memory",
@@ -108,15 +103,6 @@ SCHEDULES: Mapping[str, Schedule] = {
         ),
     )
 }
-
-
-def build_plan(schedule: str, request: Request, saved_in: str | None = None) -> Plan:
-    """The computations of a schedule, without transfers. saved_in: a folder of searched orders, see `saved_orders`.
-    Raises PlanError for what the schedule cannot do."""
-    row = known(schedule)
-    if row.searched and saved_in is not None:
-        return saved_or_made(schedule, request, row.generate, saved_in)
-    return row.generate(request)
 
 
 def known(schedule: str) -> Schedule:

@@ -54,13 +54,6 @@ def searched(name: str, request: Request) -> Plan:
     return _or_fused(plan, problem) if name in _LINEAR_ONES else plan
 
 
-zb_1p = functools.partial(searched, "zb-1p")
-zb_2p = functools.partial(searched, "zb-2p")
-zbv = functools.partial(searched, "zbv")
-v_half = functools.partial(searched, "v-half")
-v_min = functools.partial(searched, "v-min")
-
-
 def _or_fused(plan: Plan, problem: OrderProblem) -> Plan:
     """The plan, or 1F1B's fused backwards where these take less: a BW does not grow, and may do with a limit under
     which hardly any B can run ahead of its W."""

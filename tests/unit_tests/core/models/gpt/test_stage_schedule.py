@@ -2,12 +2,13 @@ import dataclasses
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, F, PlanError
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
@@ -19,7 +20,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def spec_of(flags, ranks=2):
-    return configure(flags, ranks).schedule_spec
+    return configure(flags, ranks).planner().spec
 
 
 def configure(flags, ranks=2):
@@ -50,7 +51,7 @@ def test_an_evaluation_of_any_number_of_microbatches(flags, num_microbatches):
 
 @pytest.mark.parametrize(("flags", "group"), [("", None), (CHUNKS, 2), (f"{CHUNKS} {GROUP} 3", 3)])
 def test_what_is_planned_is_what_is_told_before(flags, group):
-    spec = configure(flags).schedule_spec
+    spec = configure(flags).planner().spec
     facts = pipeline_facts(spec, MICROBATCHES)
     stages = [stage["layers"] for stage in facts["stages"]]
     assert (facts["schedule"], facts["chunks"]) == (spec.schedule, spec.placement.num_chunks)
@@ -101,14 +102,13 @@ def test_an_evaluation_under_every_schedule(name, num_microbatches):
     assert forwards == [(stage, m) for stage in range(stages) for m in range(num_microbatches)]
 
 
-def test_a_configuration_has_one_spec_and_equal_specs_have_one_plan():
+def test_equal_flags_have_one_spec_and_one_plan():
     config = configure("--enable-zero-bubble")
-    assert config.schedule_spec is config.schedule_spec
-    plan = plan_for(config.schedule_spec, 8, PlanPurpose.TRAIN)
-    same = configure("--enable-zero-bubble").schedule_spec
-    assert same is not config.schedule_spec
-    assert plan_for(same, 8, PlanPurpose.TRAIN) is plan
-    assert config.replace(seed=7).schedule_spec == same
+    assert config.planner().spec is config.planner().spec
+    plan = config.planner().plan(8, PlanPurpose.TRAIN)
+    same = configure("--enable-zero-bubble").planner()
+    assert same.plan(8, PlanPurpose.TRAIN) is plan
+    assert config.replace(seed=7).planner().spec == same.spec
 
 
 def test_costs_and_limits_can_be_changed_in_a_run():
@@ -161,4 +161,4 @@ def test_without_a_limit_or_without_w_inputs_stay_in_parts(flags):
 def spec_of_tp(flags):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
     env = LaunchEnv(world_size=4, rank=0)
-    return parse_config([*words, *flags.split()], env=env).schedule_spec
+    return parse_config([*words, *flags.split()], env=env).planner().spec

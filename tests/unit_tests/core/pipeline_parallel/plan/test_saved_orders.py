@@ -7,9 +7,10 @@ import multiprocessing
 import pytest
 
 from megatron.core.pipeline_parallel.plan import saved_orders
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.ir import PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 
 REQUEST = Request(4, 9, memory_limit=(4.0,) * 4)
 
@@ -99,7 +100,7 @@ def _search(folder, barrier, answers):
 
     def make(request):
         made.append(1)
-        return SCHEDULES["zb-1p"].generate(request)
+        return build_plan("zb-1p", request)
 
     barrier.wait()
     plan = saved_orders.saved_or_made("zb-1p", Request(8, 40), make, folder)

@@ -3,6 +3,7 @@
 The search is a heuristic: where it is known to miss the optimum, GAPS says by how much, and it may not become more.
 """
 
+import functools
 import random
 
 import pytest
@@ -15,12 +16,12 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
-from megatron.core.pipeline_parallel.plan.search.zero_bubble import v_min, zb_1p, zbv
+from megatron.core.pipeline_parallel.plan.search.zero_bubble import searched
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.optimal_schedule import optimum
 from tests.harness.schedules import verified_peaks
 
-SEARCH = {LINEAR: zb_1p, V_SHAPED: zbv}
+SEARCH = {LINEAR: functools.partial(searched, "zb-1p"), V_SHAPED: functools.partial(searched, "zbv")}
 EXACT = 1e-6
 
 
@@ -118,7 +119,7 @@ def test_v_min_cannot_be_as_fast_as_1f1b_without_w(m):
     """At half of 1F1B's memory, which v-min has on 4 ranks, the optimum is slower. Longer ones: by the bound alone."""
     placement = Placement(V_SHAPED, 4, 2)
     costs = CostModel.of_ranks(placement, time_w=(0.0,))
-    plan = v_min(Request(4, m, costs=costs))
+    plan = searched("v-min", Request(4, m, costs=costs))
     limits = (v_block_peak(4, half=False),) * 4
     assert max(verified_peaks(plan, costs)) <= limits[0] == 2.0
     simple = (m + 3) * 2.0

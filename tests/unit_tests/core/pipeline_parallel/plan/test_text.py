@@ -3,12 +3,13 @@ import dataclasses
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only, lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, build_plan
+from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.text import from_json, to_json, to_torch_csv
 from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.schedules import check_torch_accepts, check_torch_runs_our_transfers, chunk_costs

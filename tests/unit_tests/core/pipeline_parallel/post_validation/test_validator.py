@@ -10,11 +10,11 @@ import torch
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.optimizer.mixed_precision import RollbackBy
+from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, parse_op
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.schedules import build_plan
 from megatron.core.pipeline_parallel.post_validation.state import Go, ValidationState, rollback_ops
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator
 from tests.harness.ranks import rank_outcomes, run_ranks

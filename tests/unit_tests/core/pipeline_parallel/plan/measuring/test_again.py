@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, W
 from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.config.launch_env import LaunchEnv
@@ -25,7 +26,7 @@ def made(flags, ranks=4):
     words = [*launch.TINY, *f"--num-layers 8 --train-iters 4 --pipeline-model-parallel-size {ranks}".split()]
     words += f"--padded-vocab-size 128 --micro-batch-size 1 --global-batch-size {MICROBATCHES}".split()
     env = LaunchEnv(world_size=ranks, rank=0)
-    return parse_config([*words, *flags.split()], env=env).schedule_spec
+    return parse_config([*words, *flags.split()], env=env).planner().spec
 
 
 def measured(placement, *, slow=None, activation=MIB, held=0.5):
