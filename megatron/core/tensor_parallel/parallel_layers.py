@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.param_meta import LOOKUP, InitKind
-from megatron.core.protocols import WeightGradSink
+from megatron.core.protocols import Operand, WeightGradSink
 from megatron.core.tensor_parallel import mappings, sink_module
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.tensor_parallel.sink_module import Band, LayerFactory, SinkModule
@@ -39,72 +39,108 @@ class Activation(Protocol):
         ...
 
 
-class _Route(NamedTuple):
-    """Where a product's weight gradients go, and the ranks that it is shared with."""
+Needs = Sequence[bool]  # of (x, weight, bias): whether its gradient is asked for
+
+
+class Route(NamedTuple):
+    """Where a linear layer's weight gradients go, and the ranks that it is shared with."""
 
     sink: WeightGradSink
     key: str
     bias_key: str | None = None
     tp: TensorParallel = ALONE
-    activation: Activation | None = None
+
+    def put(self, x: Tensor | Operand, dy: Tensor, needs: Needs) -> None:
+        """Hand over what the gradients of weight and bias are made of, of those that are asked for."""
+        _, needs_weight, needs_bias = needs
+        if dy.dim() > 2:
+            dy = dy.flatten(0, -2)  # [tokens, out], once for both
+        if needs_weight:
+            self.sink.put(self.key, x, dy)
+        if needs_bias:
+            assert self.bias_key is not None, f"{self.key}: a bias without a key"
+            self.sink.put(self.bias_key, None, dy)
+
+
+# --- what a layer computes, without autograd: Functions, here and of a layer's halves, are lists of these
+
+
+def column_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    """(x W^T + b [s, ..., out/tp], what is kept of x for the backward). As `column_linear`."""
+    whole = mappings.gather_sequence(x, route.tp)
+    in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
+    return F.linear(whole, weight, bias), x if in_parts else whole
+
+
+def column_backward(dy: Tensor, kept: Tensor, weight: Tensor, route: Route, needs: Needs) -> Tensor | None:
+    """dy [s, ..., out/tp] -> dx, of the shape of x. See [Note: B's communication behind W]."""
+    operand: Tensor | mappings.SequenceShard = kept
+    if route.tp.sequence_parallel and kept.shape[0] < dy.shape[0] and needs[1]:
+        operand = mappings.SequenceShard(kept, route.tp)
+        if not route.sink.deferring:
+            operand.start()
+    dx = pending = None
+    if needs[0]:
+        dx, pending = mappings.start_sum(dy.matmul(weight), route.tp)
+    route.put(operand, dy, needs)
+    if pending is not None:
+        pending.wait()
+    return dx
+
+
+def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    """x W^T + b, [s, ..., in/tp] -> [s, ..., out]. As `row_linear`."""
+    if route.tp.size == 1:
+        return F.linear(x, weight, bias)
+    total = mappings.sum_ranks(F.linear(x, weight), route.tp)
+    return total if bias is None else total.add_(bias)
+
+
+def row_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, route: Route, needs: Needs, activation: Activation | None = None
+) -> Tensor | None:
+    """dy [s, ..., out] -> dx, of the shape of x, which is the activation's input where there is one."""
+    dy = mappings.gather_sequence(dy, route.tp)
+    dx = dy.matmul(weight) if needs[0] else None
+    if activation is None:
+        route.put(x, dy, needs)
+        return dx
+    route.put(activation.forward(x) if needs[1] else x, dy, needs)
+    return dx if dx is None else activation.backward(x, dx)
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
-        whole = mappings.gather_sequence(x, route.tp)
-        ctx.in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
-        ctx.save_for_backward(x if ctx.in_parts else whole, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+        y, kept = column_forward(x, weight, bias, route)
+        ctx.save_for_backward(kept, weight)
         ctx.route = route
-        return F.linear(whole, weight, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (dy,), route = grads, ctx.route
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        operand: Tensor | mappings.SequenceShard = x
-        if ctx.in_parts and needs_weight:
-            operand = mappings.SequenceShard(x, route.tp)
-            if not route.sink.deferring:
-                operand.start()
-        dx = pending = None
-        if needs_x:
-            dx, pending = mappings.start_sum(dy.matmul(weight), route.tp)
-        if needs_weight:
-            route.sink.put(route.key, operand, dy)
-        if needs_bias:
-            route.sink.put(route.bias_key, None, dy)
-        if pending is not None:
-            pending.wait()
-        return dx, None, None, None
+        return (
+            column_backward(*grads, *ctx.saved_tensors, ctx.route, ctx.needs_input_grad[:3]),
+            None,
+            None,
+            None,
+        )
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, activation: Activation | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.route = route
-        active = x if route.activation is None else route.activation.forward(x)
-        if route.tp.size == 1:
-            return F.linear(active, weight, bias)
-        total = mappings.sum_ranks(F.linear(active, weight), route.tp)
-        return total if bias is None else total.add_(bias)
+        ctx.route, ctx.activation = route, activation
+        return row_forward(x if activation is None else activation.forward(x), weight, bias, route)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        route, activation = ctx.route, ctx.route.activation
-        dy = mappings.gather_sequence(grads[0], route.tp)
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = dy.matmul(weight) if needs_x else None
-        if needs_weight:
-            route.sink.put(route.key, x if activation is None else activation.forward(x), dy)
-        if needs_bias:
-            route.sink.put(route.bias_key, None, dy)
-        if dx is not None and activation is not None:
-            dx = activation.backward(x, dx)
-        return dx, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        needs = ctx.needs_input_grad[:3]
+        dx = row_backward(*grads, *ctx.saved_tensors, ctx.route, needs, ctx.activation)
+        return dx, None, None, None, None
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
@@ -113,18 +149,24 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route
     route: sink and key of the weight, bias_key where there is a bias, tp. Under sequence parallel x is [s/tp, ..., in].
     Communicates over tp: gathers x (sequence parallel only), and in the backward pass adds the input's gradient.
     """
-    return _ColumnLinear.apply(x, weight, bias, _Route(**route))
+    return _ColumnLinear.apply(x, weight, bias, Route(**route))
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    **route: Any,
+) -> Tensor:
     """activation(x) W^T + b over this rank's input features: x [s, ..., in/tp], weight [out, in/tp] -> [s, ..., out].
 
-    route: as in `column_linear`, and the activation. Under sequence parallel the result is [s/tp, ..., out].
+    route: as in `column_linear`. Under sequence parallel the result is [s/tp, ..., out].
     Communicates over tp: adds the products of all ranks before the bias, and in the backward pass gathers dy (sequence
     parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept;
     the output is computed again for the weight gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    return _RowLinear.apply(x, weight, bias, _Route(**route))
+    return _RowLinear.apply(x, weight, bias, Route(**route), activation)
 
 
 class _ParallelLinear(SinkModule):
@@ -161,8 +203,7 @@ class _ParallelLinear(SinkModule):
             whole = sink_module.whole_region(shape[:1], tp, partial=False)
             regions = whole if self.cut else sink_module.band_regions(shape[:1], bands, 0, tp)
             self.bias = self.new_parameter("bias", shape[:1], InitKind.ZEROS, regions)
-        keys = {"key": self.key("weight"), "bias_key": self.key("bias") if bias else None}
-        self._route: dict[str, Any] = {"sink": self.sink, "tp": tp, **keys}
+        self.route = Route(self.sink, self.key("weight"), self.key("bias") if bias else None, tp)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -174,7 +215,7 @@ class ColumnParallelLinear(_ParallelLinear):
     cut = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, **self._route)
+        return _ColumnLinear.apply(x, self.weight, self.bias, self.route)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -189,7 +230,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """Of activation(x) where one is given."""
-        return row_linear(x, self.weight, self.bias, activation=activation, **self._route)
+        return _RowLinear.apply(x, self.weight, self.bias, self.route, activation)
 
 
 class _Lookup(torch.autograd.Function):
