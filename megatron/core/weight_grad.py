@@ -31,7 +31,7 @@ def accumulate_wgrad(
 
     overwrite: main_grad = instead, whatever it holds, which may be anything.
     """
-    if x is None and dy.shape == main_grad.shape:
+    if x is None and dy.dim() == main_grad.dim():
         add_gradient(main_grad, dy, overwrite=overwrite, scale=scale)
         return
     if dy.dim() > 2:
@@ -53,7 +53,9 @@ def accumulate_wgrad(
         f"main_grad {main_grad.shape}, dy {dy.shape}, x {x.shape}"
     )
     rows = max(1, WIDENED_ELEMENTS // x.shape[1])
-    if main_grad.dtype == dy.dtype:
+    if main_grad.dtype == dy.dtype and scale == 1.0 and not overwrite:
+        main_grad.addmm_(dy.t(), x)
+    elif main_grad.dtype == dy.dtype:
         main_grad.addmm_(dy.t(), x, beta=0.0 if overwrite else 1.0, alpha=scale)
     elif dy.is_cpu and len(main_grad) > rows:  # neither the narrow product nor its wide copy is ever whole
         for part, columns in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
@@ -72,11 +74,11 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
         if scale != 1.0:
             total.mul_(scale)
         return
-    if total.dtype == addend.dtype or total.dim() < 2:
-        total.add_(addend, alpha=scale)
+    if total.dtype == addend.dtype and scale == 1.0:
+        total.add_(addend)
         return
     most = elements_at_a_time(total, WIDENED_ELEMENTS)
-    if total.numel() <= most:
+    if total.dtype == addend.dtype or total.dim() < 2 or total.numel() <= most:
         total.add_(addend, alpha=scale)
         return
     rows = max(1, most // (total.numel() // total.shape[0]))

@@ -12,7 +12,7 @@ to, runs its modules instead (`decoder.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -47,24 +47,23 @@ class _IntoAttention(torch.autograd.Function):
         ctx: Any, x: Tensor, anchor: Tensor | None, half: AttentionHalf
     ) -> tuple[Tensor, Tensor, Tensor]:
         gamma, beta, weight, bias = *_parameters(half.norm), *_parameters(half.qkv)
-        y, mean, rstd = half.norm.normalise(x, gamma, beta)
-        rows, kept = column_forward(y, weight, bias, half.qkv.route)  # [s, b, (heads + 2 groups) d]
-        ctx.save_for_backward(x, gamma, beta, mean, rstd, kept, weight)
+        tokens = x.flatten(0, 1)  # [s/tp b, h]
+        y, mean, rstd = half.norm.normalise(tokens, gamma, beta)
+        rows, kept = column_forward(y, weight, bias, half.qkv.route)  # [s b, (heads + 2 groups) d]
+        ctx.save_for_backward(tokens, gamma, beta, mean, rstd, kept, weight)
         ctx.half, ctx.trained = half, _trained(gamma, beta, weight, bias)
-        return half.attention.heads_of(rows)
+        return half.attention.heads_of(rows, x.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        x, gamma, beta, mean, rstd, kept, weight = ctx.saved_tensors
-        half, of_norm, of_qkv = ctx.half, ctx.trained[:2], ctx.trained[2:]
-        needs_x = ctx.needs_input_grad[0]
-        d = half.attention.rows_of(*grads)  # [s, b, (heads + 2 groups) d]
-        d = column_backward(
-            d, kept, weight, half.qkv.route, (needs_x or any(of_norm), *of_qkv)
-        )  # [s/tp, b, h]
+        tokens, gamma, beta, mean, rstd, kept, weight = ctx.saved_tensors
+        half, of_norm, of_qkv, needs_x = ctx.half, ctx.trained[:2], ctx.trained[2:], ctx.needs_input_grad[0]
+        needs_y = needs_x or any(of_norm)
+        d = half.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
+        d = column_backward(d, kept, weight, half.qkv.route, (needs_y, *of_qkv))  # [s/tp b, h]
         if d is not None:
-            d = half.norm.backward(d, x, gamma, beta, mean, rstd, (needs_x, *of_norm))
-        return d, None, None
+            d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, (needs_x, *of_norm))
+        return d if d is None else d.unflatten(0, (-1, len(grads[0]))), None, None  # [s/tp, b, h]
 
 
 class _OutOfAttention(torch.autograd.Function):
@@ -75,21 +74,23 @@ class _OutOfAttention(torch.autograd.Function):
         ctx: Any, attended: Tensor, x: Tensor, anchor: Tensor | None, half: AttentionHalf, dropout: float
     ) -> Tensor:
         weight, bias = _parameters(half.proj)
-        flat = joined_heads(attended)  # [s, b, heads d]
-        out, keep = drop(row_forward(flat, weight, bias, half.proj.route), dropout, half.site)  # [s/tp, b, h]
+        flat = joined_heads(attended).flatten(0, 1)  # [s b, heads d]
+        out = row_forward(flat, weight, bias, half.proj.route).view(x.shape)  # [s/tp, b, h]
+        out, keep = drop(out, dropout, half.site)
         ctx.save_for_backward(flat, weight, keep)
-        ctx.half, ctx.trained = half, _trained(weight, bias)
-        ctx.dropout, ctx.head_dim = dropout, attended.shape[3]
+        ctx.half, ctx.dropout, ctx.trained = half, dropout, _trained(weight, bias)
         return x + out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
-        (dy,), (flat, weight, keep) = grads, ctx.saved_tensors
-        d = drop_others(in_dtype(dy, weight.dtype), keep, ctx.dropout)  # [s/tp, b, h]
+        (dy,), (flat, weight, keep), half = grads, ctx.saved_tensors, ctx.half
+        d = drop_others(in_dtype(dy, weight.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
         needs = ctx.needs_input_grad[0], *ctx.trained
-        d = row_backward(d, flat, weight, ctx.half.proj.route, needs)  # [s, b, heads d]
+        d = row_backward(d, flat, weight, half.proj.route, needs)  # [s b, heads d]
         if d is not None:
-            d = by_head(d.unflatten(2, (-1, ctx.head_dim)))  # [b, heads, s, d]
+            d = by_head(
+                d.view(-1, dy.shape[1], flat.shape[1] // half.head_dim, half.head_dim)
+            )  # [b, heads, s, d]
         return d, dy, None, None, None
 
 
@@ -100,78 +101,38 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, half: MlpHalf, dropout: float) -> Tensor:
         gamma, beta = _parameters(half.norm)
         (weight1, bias1), (weight2, bias2) = _parameters(half.fc1), _parameters(half.fc2)
-        y, mean, rstd = half.norm.normalise(x, gamma, beta)
-        wide, kept = column_forward(y, weight1, bias1, half.fc1.route)  # [s, b, f/tp], gated 2 f/tp
-        out = row_forward(half.mlp.activation.forward(wide), weight2, bias2, half.fc2.route)  # [s/tp, b, h]
-        out, keep = drop(out, dropout, half.site)
-        ctx.save_for_backward(x, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep)
+        tokens = x.flatten(0, 1)  # [s/tp b, h]
+        y, mean, rstd = half.norm.normalise(tokens, gamma, beta)
+        wide, kept = column_forward(y, weight1, bias1, half.fc1.route)  # [s b, f/tp], gated 2 f/tp
+        out = row_forward(half.mlp.activation.forward(wide), weight2, bias2, half.fc2.route)  # [s/tp b, h]
+        out, keep = drop(out.view(x.shape), dropout, half.site)  # [s/tp, b, h]
+        ctx.save_for_backward(tokens, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep)
         ctx.half, ctx.dropout = half, dropout
         ctx.trained = _trained(gamma, beta, weight1, bias1, weight2, bias2)
         return x + out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep = ctx.saved_tensors
+        tokens, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep = ctx.saved_tensors
         (dy,), half, trained = grads, ctx.half, ctx.trained
         needs_x = ctx.needs_input_grad[0]
         needs_y = needs_x or any(trained[:2])
         needs_wide = needs_y or any(trained[2:4])
-        d = drop_others(in_dtype(dy, weight2.dtype), keep, ctx.dropout)  # [s/tp, b, h]
+        d = drop_others(in_dtype(dy, weight2.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
         d = row_backward(d, wide, weight2, half.fc2.route, (needs_wide, *trained[4:]), half.mlp.activation)
-        if d is not None:  # [s, b, f/tp], gated 2 f/tp
-            d = column_backward(d, kept, weight1, half.fc1.route, (needs_y, *trained[2:4]))  # [s/tp, b, h]
+        if d is not None:  # [s b, f/tp], gated 2 f/tp
+            d = column_backward(d, kept, weight1, half.fc1.route, (needs_y, *trained[2:4]))  # [s/tp b, h]
         if d is not None:
-            d = half.norm.backward(d, x, gamma, beta, mean, rstd, (needs_x, *trained[:2]))
-        return d.add_(in_dtype(dy, d.dtype)) if needs_x else None, None, None, None
+            d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, (needs_x, *trained[:2]))
+        return d.view(dy.shape).add_(in_dtype(dy, d.dtype)) if needs_x else None, None, None, None
 
 
-class _Half:
-    """What the lists of a half read of its modules, in one place.
-
-    parts: (a module, the name of a child that it was built with), all modules whose calls the lists leave out. site:
-    where the half's output is dropped.
-    """
-
-    def __init__(self, norm: Norm, site: DropoutSite, parts: Sequence[tuple[nn.Module, str]]) -> None:
-        self.norm, self.site = norm, site
-        children = [(owner, name, owner.get_submodule(name)) for owner, name in parts]
-        self._parts = [(owner, name, part, type(part)) for owner, name, part in children]
-        self._hooks = [
-            hooks
-            for _, _, part in children
-            for hooks in (
-                part._forward_hooks,
-                part._forward_pre_hooks,
-                part._backward_hooks,
-                part._backward_pre_hooks,
-            )
-        ]
-
-    @property
-    def as_built(self) -> bool:
-        """See [Note: parts as built]."""
-        if any(self._hooks) or _has_any_global_hook():
-            return False
-        for owner, name, part, kind in self._parts:
-            if owner._modules[name] is not part or part.__class__ is not kind:
-                return False
-            if "forward" in part.__dict__ or part._compiled_call_impl is not None:
-                return False
-        return True
-
-
-class AttentionHalf(_Half):
+class AttentionHalf:
     """x + attention(norm(x)): [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
 
-    def __init__(self, layer: nn.Module, norm: Norm, attention: SelfAttention, site: DropoutSite) -> None:
-        of_attention = ("linear_qkv", "core_attention", "linear_proj")
-        parts = [
-            (layer, "input_layernorm"),
-            (layer, "self_attention"),
-            *((attention, of) for of in of_attention),
-        ]
-        super().__init__(norm, site, parts)
-        self.attention, self.qkv, self.proj = attention, attention.linear_qkv, attention.linear_proj
+    def __init__(self, norm: Norm, attention: SelfAttention, site: DropoutSite) -> None:
+        self.norm, self.attention, self.site = norm, attention, site
+        self.qkv, self.proj, self.head_dim = attention.linear_qkv, attention.linear_proj, attention.head_dim
 
     def __call__(
         self,
@@ -181,21 +142,52 @@ class AttentionHalf(_Half):
         cache: InferenceCache | None,
         dropout: float,
     ) -> Tensor:
+        """dropout: the probability."""
         heads = _IntoAttention.apply(x, _anchor(x, self.norm, self.qkv), self)
         attended = self.attention.attend(*heads, mask, angles, cache)  # [b, heads, s, d]
         return _OutOfAttention.apply(attended, x, _anchor(attended, self.proj), self, dropout)
 
 
-class MlpHalf(_Half):
+class MlpHalf:
     """x + mlp(norm(x)): [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
 
-    def __init__(self, layer: nn.Module, norm: Norm, mlp: MLP, site: DropoutSite) -> None:
-        parts = [(layer, "pre_mlp_layernorm"), (layer, "mlp"), (mlp, "linear_fc1"), (mlp, "linear_fc2")]
-        super().__init__(norm, site, parts)
-        self.mlp, self.fc1, self.fc2 = mlp, mlp.linear_fc1, mlp.linear_fc2
+    def __init__(self, norm: Norm, mlp: MLP, site: DropoutSite) -> None:
+        self.norm, self.mlp, self.site = norm, mlp, site
+        self.fc1, self.fc2 = mlp.linear_fc1, mlp.linear_fc2
 
     def __call__(self, x: Tensor, dropout: float) -> Tensor:
+        """dropout: the probability."""
         return _Mlp.apply(x, _anchor(x, self.norm, self.fc1, self.fc2), self, dropout)
+
+
+class AsBuilt:
+    """Whether the modules below one are still those that it was built with, and nobody listens to their calls.
+
+    but: names of modules that are called, and so need not be.
+    """
+
+    def __init__(self, module: nn.Module, but: Collection[str] = ()) -> None:
+        names = [name for name, _ in module.named_modules() if name and name not in but]
+        self._parts = parts = [module.get_submodule(name) for name in names]
+        paths = [name.rpartition(".") for name in names]
+        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
+        self._kinds = [type(part) for part in parts]
+        before, after = [p._forward_pre_hooks for p in parts], [p._forward_hooks for p in parts]
+        self._hooks = [
+            *before,
+            *after,
+            *(p._backward_pre_hooks for p in parts),
+            *(p._backward_hooks for p in parts),
+        ]
+
+    def __bool__(self) -> bool:
+        return not (
+            any(self._hooks)
+            or _has_any_global_hook()
+            or [owner._modules[name] for owner, name in self._places] != self._parts
+            or [part.__class__ for part in self._parts] != self._kinds
+            or any(part._compiled_call_impl or "forward" in part.__dict__ for part in self._parts)
+        )
 
 
 _WithParameters = Norm | ColumnParallelLinear | RowParallelLinear

@@ -210,7 +210,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """mask: as `CoreAttention`. angles: by which queries and keys are rotated, if at all. inference_cache: keys and
         values of the tokens before; then there is no mask."""
-        heads = self.heads_of(self.linear_qkv(x))
+        heads = self.heads_of(self.linear_qkv(x).flatten(0, 1), x.shape[1])
         query, key, value, mask = self._turned(*heads, mask, angles, inference_cache)
         by_positions = by_position(query), by_position(key), by_position(value)
         return self.linear_proj(self._maybe_recomputed(self.core_attention, *by_positions, mask))
@@ -228,22 +228,20 @@ class SelfAttention(nn.Module):
         query, key, value, mask = self._turned(query, key, value, mask, angles, cache)
         return self._maybe_recomputed(self.core_attention.attend, query, key, value, mask)
 
-    def heads_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`linear_qkv`'s [s, b, rows] -> query [b, heads, s, d], key and value [b, groups, s, d], of this rank."""
-        s, b, _ = rows.shape
+    def heads_of(self, rows: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`linear_qkv`'s [s b, rows] -> query [b, heads, s, d], key and value [b, groups, s, d], of this rank."""
         r, d = self.heads_per_group, self.head_dim
+        rows = rows.view(-1, batch, self.groups, r + 2, d)
         if r == 1:
-            query, key, value = rows.view(s, b, self.groups, 3, d).permute(3, 1, 2, 0, 4).unbind()
+            query, key, value = rows.permute(3, 1, 2, 0, 4).unbind()
             return query, key, value
-        query, key, value = rows.view(s, b, self.groups, r + 2, d).split([r, 1, 1], dim=3)
-        query = query.reshape(s, b, self.groups * r, d)
-        return by_head(query), by_head(key.squeeze(3)), by_head(value.squeeze(3))
+        query, key, value = rows.split([r, 1, 1], dim=3)
+        return by_head(query.flatten(2, 3)), by_head(key.squeeze(3)), by_head(value.squeeze(3))
 
     def rows_of(self, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> Tensor:
         """The backward of `heads_of`."""
-        s, b = dquery.shape[2], dquery.shape[0]
-        shape = s, b, self.groups, -1, self.head_dim
-        return torch.cat([by_position(d).view(shape) for d in (dquery, dkey, dvalue)], dim=3).view(s, b, -1)
+        heads = [by_position(d).unflatten(2, (self.groups, -1)) for d in (dquery, dkey, dvalue)]
+        return torch.cat(heads, dim=3).flatten(0, 1).flatten(1)
 
     def _turned(
         self,
