@@ -39,7 +39,7 @@ class Activation(Protocol):
         ...
 
 
-Needs = Sequence[bool]  # of (x, weight, bias): whether its gradient is asked for
+Trained = Sequence[bool]  # of (weight, bias): whether its gradient is asked for
 
 
 class Route(NamedTuple):
@@ -50,14 +50,13 @@ class Route(NamedTuple):
     bias_key: str | None = None
     tp: TensorParallel = ALONE
 
-    def put(self, x: Tensor | Operand, dy: Tensor, needs: Needs) -> None:
-        """Hand over what the gradients of weight and bias are made of, of those that are asked for."""
-        _, needs_weight, needs_bias = needs
+    def put(self, x: Tensor | Operand, dy: Tensor, trained: Trained) -> None:
+        """Hand over what the gradients of weight and bias are made of."""
         if dy.dim() > 2:
             dy = dy.flatten(0, -2)  # [tokens, out], once for both
-        if needs_weight:
+        if trained[0]:
             self.sink.put(self.key, x, dy)
-        if needs_bias:
+        if trained[1]:
             assert self.bias_key is not None, f"{self.key}: a bias without a key"
             self.sink.put(self.bias_key, None, dy)
 
@@ -72,17 +71,15 @@ def column_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route)
     return F.linear(whole, weight, bias), x if in_parts else whole
 
 
-def column_backward(dy: Tensor, kept: Tensor, weight: Tensor, route: Route, needs: Needs) -> Tensor | None:
+def column_backward(dy: Tensor, kept: Tensor, weight: Tensor, route: Route, trained: Trained) -> Tensor:
     """dy [s, ..., out/tp] -> dx, of the shape of x. See [Note: B's communication behind W]."""
     operand: Tensor | mappings.SequenceShard = kept
-    if route.tp.sequence_parallel and kept.shape[0] < dy.shape[0] and needs[1]:
+    if route.tp.sequence_parallel and kept.shape[0] < dy.shape[0] and trained[0]:
         operand = mappings.SequenceShard(kept, route.tp)
         if not route.sink.deferring:
             operand.start()
-    dx = pending = None
-    if needs[0]:
-        dx, pending = mappings.start_sum(dy.matmul(weight), route.tp)
-    route.put(operand, dy, needs)
+    dx, pending = mappings.start_sum(dy.matmul(weight), route.tp)
+    route.put(operand, dy, trained)
     if pending is not None:
         pending.wait()
     return dx
@@ -97,16 +94,21 @@ def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) ->
 
 
 def row_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, route: Route, needs: Needs, activation: Activation | None = None
-) -> Tensor | None:
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    route: Route,
+    trained: Trained,
+    activation: Activation | None = None,
+) -> Tensor:
     """dy [s, ..., out] -> dx, of the shape of x, which is the activation's input where there is one."""
     dy = mappings.gather_sequence(dy, route.tp)
-    dx = dy.matmul(weight) if needs[0] else None
+    dx = dy.matmul(weight)
     if activation is None:
-        route.put(x, dy, needs)
+        route.put(x, dy, trained)
         return dx
-    route.put(activation.forward(x) if needs[1] else x, dy, needs)
-    return dx if dx is None else activation.backward(x, dx)
+    route.put(activation.forward(x) if trained[0] else x, dy, trained)
+    return activation.backward(x, dx)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -118,13 +120,9 @@ class _ColumnLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return (
-            column_backward(*grads, *ctx.saved_tensors, ctx.route, ctx.needs_input_grad[:3]),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        kept, weight = ctx.saved_tensors
+        return column_backward(grads[0], kept, weight, ctx.route, ctx.needs_input_grad[1:3]), None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -137,9 +135,9 @@ class _RowLinear(torch.autograd.Function):
         return row_forward(x if activation is None else activation.forward(x), weight, bias, route)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        needs = ctx.needs_input_grad[:3]
-        dx = row_backward(*grads, *ctx.saved_tensors, ctx.route, needs, ctx.activation)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (x, weight), trained = ctx.saved_tensors, ctx.needs_input_grad[1:3]
+        dx = row_backward(grads[0], x, weight, ctx.route, trained, ctx.activation)
         return dx, None, None, None, None
 
 

@@ -83,7 +83,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return drop_others(*grads, *ctx.saved_tensors, ctx.probability), None, None
+        return drop_others(grads[0], ctx.saved_tensors[0], ctx.probability), None, None
 
 
 def dropout(x: Tensor, probability: float, site: DropoutSite, training: bool) -> Tensor:

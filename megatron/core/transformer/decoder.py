@@ -34,8 +34,7 @@ class TransformerLayer(nn.Module):
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
         self._attention_half = AttentionHalf(self.input_layernorm, self.self_attention, self.attention_site)
         self._mlp_half = MlpHalf(self.pre_mlp_layernorm, self.mlp, self.mlp_site)
-        called = "self_attention.q_layernorm", "self_attention.k_layernorm"
-        self._as_built = AsBuilt(self, but=called)
+        self._as_built = AsBuilt(self)
 
     def forward(
         self,

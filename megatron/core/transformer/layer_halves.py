@@ -12,7 +12,6 @@ to, runs its modules instead (`decoder.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -55,15 +54,12 @@ class _IntoAttention(torch.autograd.Function):
         return half.attention.heads_of(rows, x.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        tokens, gamma, beta, mean, rstd, kept, weight = ctx.saved_tensors
-        half, of_norm, of_qkv, needs_x = ctx.half, ctx.trained[:2], ctx.trained[2:], ctx.needs_input_grad[0]
-        needs_y = needs_x or any(of_norm)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (tokens, gamma, beta, mean, rstd, kept, weight), half = ctx.saved_tensors, ctx.half
         d = half.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
-        d = column_backward(d, kept, weight, half.qkv.route, (needs_y, *of_qkv))  # [s/tp b, h]
-        if d is not None:
-            d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, (needs_x, *of_norm))
-        return d if d is None else d.unflatten(0, (-1, len(grads[0]))), None, None  # [s/tp, b, h]
+        d = column_backward(d, kept, weight, half.qkv.route, ctx.trained[2:])  # [s/tp b, h]
+        d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, ctx.trained[:2])
+        return d.unflatten(0, (-1, len(grads[0]))), None, None  # [s/tp, b, h]
 
 
 class _OutOfAttention(torch.autograd.Function):
@@ -82,16 +78,12 @@ class _OutOfAttention(torch.autograd.Function):
         return x + out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (dy,), (flat, weight, keep), half = grads, ctx.saved_tensors, ctx.half
         d = drop_others(in_dtype(dy, weight.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
-        needs = ctx.needs_input_grad[0], *ctx.trained
-        d = row_backward(d, flat, weight, half.proj.route, needs)  # [s b, heads d]
-        if d is not None:
-            d = by_head(
-                d.view(-1, dy.shape[1], flat.shape[1] // half.head_dim, half.head_dim)
-            )  # [b, heads, s, d]
-        return d, dy, None, None, None
+        d = row_backward(d, flat, weight, half.proj.route, ctx.trained)  # [s b, heads d]
+        d = d.view(-1, dy.shape[1], flat.shape[1] // half.head_dim, half.head_dim)
+        return by_head(d), dy, None, None, None  # [b, heads, s, d]
 
 
 class _Mlp(torch.autograd.Function):
@@ -112,19 +104,14 @@ class _Mlp(torch.autograd.Function):
         return x + out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         tokens, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep = ctx.saved_tensors
         (dy,), half, trained = grads, ctx.half, ctx.trained
-        needs_x = ctx.needs_input_grad[0]
-        needs_y = needs_x or any(trained[:2])
-        needs_wide = needs_y or any(trained[2:4])
         d = drop_others(in_dtype(dy, weight2.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
-        d = row_backward(d, wide, weight2, half.fc2.route, (needs_wide, *trained[4:]), half.mlp.activation)
-        if d is not None:  # [s b, f/tp], gated 2 f/tp
-            d = column_backward(d, kept, weight1, half.fc1.route, (needs_y, *trained[2:4]))  # [s/tp b, h]
-        if d is not None:
-            d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, (needs_x, *trained[:2]))
-        return d.view(dy.shape).add_(in_dtype(dy, d.dtype)) if needs_x else None, None, None, None
+        d = row_backward(d, wide, weight2, half.fc2.route, trained[4:], half.mlp.activation)  # [s b, f/tp]
+        d = column_backward(d, kept, weight1, half.fc1.route, trained[2:4])  # [s/tp b, h]
+        d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, trained[:2])
+        return d.view(dy.shape).add_(in_dtype(dy, d.dtype)), None, None, None
 
 
 class AttentionHalf:
@@ -143,8 +130,8 @@ class AttentionHalf:
         dropout: float,
     ) -> Tensor:
         """dropout: the probability."""
-        heads = _IntoAttention.apply(x, _anchor(x, self.norm, self.qkv), self)
-        attended = self.attention.attend(*heads, mask, angles, cache)  # [b, heads, s, d]
+        query, key, value = _IntoAttention.apply(x, _anchor(x, self.norm, self.qkv), self)
+        attended = self.attention.attend(query, key, value, mask, angles, cache)  # [b, heads, s, d]
         return _OutOfAttention.apply(attended, x, _anchor(attended, self.proj), self, dropout)
 
 
@@ -161,23 +148,18 @@ class MlpHalf:
 
 
 class AsBuilt:
-    """Whether the modules below one are still those that it was built with, and nobody listens to their calls.
+    """Whether the modules below one are still those that it was built with, and nobody listens to their calls."""
 
-    but: names of modules that are called, and so need not be.
-    """
-
-    def __init__(self, module: nn.Module, but: Collection[str] = ()) -> None:
-        names = [name for name, _ in module.named_modules() if name and name not in but]
-        self._parts = parts = [module.get_submodule(name) for name in names]
-        paths = [name.rpartition(".") for name in names]
-        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
+    def __init__(self, module: nn.Module) -> None:
+        children = [(owner, *child) for owner in module.modules() for child in owner.named_children()]
+        self._places = [(owner, name) for owner, name, _ in children]
+        self._parts = parts = [part for _, _, part in children]
         self._kinds = [type(part) for part in parts]
-        before, after = [p._forward_pre_hooks for p in parts], [p._forward_hooks for p in parts]
         self._hooks = [
-            *before,
-            *after,
-            *(p._backward_pre_hooks for p in parts),
-            *(p._backward_hooks for p in parts),
+            *(part._forward_pre_hooks for part in parts),
+            *(part._forward_hooks for part in parts),
+            *(part._backward_pre_hooks for part in parts),
+            *(part._backward_hooks for part in parts),
         ]
 
     def __bool__(self) -> bool:

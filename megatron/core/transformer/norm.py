@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.param_meta import InitKind
-from megatron.core.tensor_parallel.parallel_layers import Needs
+from megatron.core.tensor_parallel.parallel_layers import Trained
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.model_config import TransformerConfig
 
@@ -24,8 +24,8 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return ctx.norm.backward(*grads, *ctx.saved_tensors, ctx.needs_input_grad[:3]), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.norm.backward(*grads, *ctx.saved_tensors, ctx.needs_input_grad[1:3]), None, None, None
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,29 +93,26 @@ class Norm(SinkModule):
         bias: Tensor | None,
         mean: Tensor | None,
         rstd: Tensor,
-        needs: Needs,
-    ) -> Tensor | None:
+        trained: Trained,
+    ) -> Tensor:
         """dx in memory of its own, of x's dtype. The gradients of weight and bias go to the sink."""
         if bias is None:
-            return self._rms_backward(in_dtype(dy, rstd.dtype), x, weight, rstd, needs)
+            return self._rms_backward(in_dtype(dy, rstd.dtype), x, weight, rstd, trained)
         gamma, beta = self.factor(weight, x.dtype), in_dtype(bias, x.dtype)
         dx, dgamma, dbeta = _layer_norm_backward(
-            in_dtype(dy, x.dtype), x, weight.shape, mean, rstd, gamma, beta, needs
+            in_dtype(dy, x.dtype), x, weight.shape, mean, rstd, gamma, beta, (True, *trained)
         )
-        if needs[1]:
+        if trained[0]:
             self.sink.put(self.weight_key, None, dgamma)
-        if needs[2]:
+        if trained[1]:
             self.sink.put(self.bias_key, None, dbeta)
+        assert isinstance(dx, Tensor)
         return dx
 
-    def _rms_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs: Needs
-    ) -> Tensor | None:
+    def _rms_backward(self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, trained: Trained) -> Tensor:
         unit = in_dtype(x, rstd.dtype) * rstd
-        if needs[1]:
+        if trained[0]:
             self.sink.put(self.weight_key, None, (dy * unit).flatten(0, -2).sum(0))
-        if not needs[0]:
-            return None
         dunit = dy * self.factor(weight, rstd.dtype)
         along = (dunit * unit).mean(-1, keepdim=True)
         return in_dtype(dunit.sub_(unit.mul_(along)).mul_(rstd), x.dtype)

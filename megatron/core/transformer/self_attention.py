@@ -102,7 +102,7 @@ class CoreAttention(nn.Module):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return joined_heads(self.attend(*(by_head(t) for t in (query, key, value)), mask))
+        return joined_heads(self.attend(by_head(query), by_head(key), by_head(value), mask))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """The same by heads: q [b, heads, s, d], k and v [b, groups, s_all, d] -> [b, heads, s, d]."""
