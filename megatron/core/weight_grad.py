@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.device import elements_at_a_time
-from megatron.core.protocols import GradListener, Operand
+from megatron.core.protocols import GradListener, Operand, WeightGradSink
 
 Contribution = tuple[str, "Tensor | Operand | None", Tensor]  # key, x, dy as in `WeightGradSink.put`
 
@@ -84,6 +85,31 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
     rows = max(1, most // (total.numel() // total.shape[0]))
     for part, narrow in zip(total.split(rows), addend.split(rows), strict=True):
         part.add_(narrow, alpha=scale)
+
+
+class LinearKeys(Protocol):
+    """Where a linear layer's gradients go."""
+
+    @property
+    def sink(self) -> WeightGradSink: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def bias_key(self) -> str | None: ...
+
+
+Trained = Sequence[bool]  # of (weight, bias): whether its gradient is asked for
+
+
+def put_linear(keys: LinearKeys, x: Tensor | Operand, dy: Tensor, trained: Trained) -> None:
+    """Hand to the sink what the gradients of a linear layer's weight and bias are made of."""
+    if dy.dim() > 2:
+        dy = dy.flatten(0, -2)  # [tokens, out], once for both
+    if trained[0]:
+        keys.sink.put(keys.key, x, dy)
+    if trained[1]:
+        assert keys.bias_key is not None, f"{keys.key}: a bias without a key"
+        keys.sink.put(keys.bias_key, None, dy)
 
 
 class WeightGradAccumulator:

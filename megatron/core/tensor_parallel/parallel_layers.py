@@ -27,6 +27,7 @@ from megatron.core.protocols import Operand, WeightGradSink
 from megatron.core.tensor_parallel import mappings, sink_module
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.tensor_parallel.sink_module import Band, LayerFactory, SinkModule
+from megatron.core.weight_grad import put_linear
 
 
 class Activation(Protocol):
@@ -39,9 +40,6 @@ class Activation(Protocol):
         ...
 
 
-Trained = Sequence[bool]  # of (weight, bias): whether its gradient is asked for
-
-
 class Route(NamedTuple):
     """Where a linear layer's weight gradients go, and the ranks that it is shared with."""
 
@@ -49,16 +47,6 @@ class Route(NamedTuple):
     key: str
     bias_key: str | None = None
     tp: TensorParallel = ALONE
-
-    def put(self, x: Tensor | Operand, dy: Tensor, trained: Trained) -> None:
-        """Hand over what the gradients of weight and bias are made of."""
-        if dy.dim() > 2:
-            dy = dy.flatten(0, -2)  # [tokens, out], once for both
-        if trained[0]:
-            self.sink.put(self.key, x, dy)
-        if trained[1]:
-            assert self.bias_key is not None, f"{self.key}: a bias without a key"
-            self.sink.put(self.bias_key, None, dy)
 
 
 # --- what a layer computes, without autograd: Functions, here and of a layer's halves, are lists of these
@@ -71,18 +59,17 @@ def column_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route)
     return F.linear(whole, weight, bias), x if in_parts else whole
 
 
-def column_backward(dy: Tensor, kept: Tensor, weight: Tensor, route: Route, trained: Trained) -> Tensor:
-    """dy [s, ..., out/tp] -> dx, of the shape of x. See [Note: B's communication behind W]."""
+def column_dgrad(
+    dy: Tensor, kept: Tensor, weight: Tensor, route: Route
+) -> tuple[Tensor, mappings.Pending | None, Tensor | Operand]:
+    """dy [s, ..., out/tp] -> (dx, of the shape of x, once what is pending has been waited for; x for the weight
+    gradient, which is computed in between). See [Note: B's communication behind W]."""
     operand: Tensor | mappings.SequenceShard = kept
-    if route.tp.sequence_parallel and kept.shape[0] < dy.shape[0] and trained[0]:
+    if route.tp.sequence_parallel and kept.shape[0] < dy.shape[0]:
         operand = mappings.SequenceShard(kept, route.tp)
-        if not route.sink.deferring:
+        if weight.requires_grad and not route.sink.deferring:
             operand.start()
-    dx, pending = mappings.start_sum(dy.matmul(weight), route.tp)
-    route.put(operand, dy, trained)
-    if pending is not None:
-        pending.wait()
-    return dx
+    return *mappings.start_sum(dy.matmul(weight), route.tp), operand
 
 
 def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
@@ -91,24 +78,6 @@ def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) ->
         return F.linear(x, weight, bias)
     total = mappings.sum_ranks(F.linear(x, weight), route.tp)
     return total if bias is None else total.add_(bias)
-
-
-def row_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    route: Route,
-    trained: Trained,
-    activation: Activation | None = None,
-) -> Tensor:
-    """dy [s, ..., out] -> dx, of the shape of x, which is the activation's input where there is one."""
-    dy = mappings.gather_sequence(dy, route.tp)
-    dx = dy.matmul(weight)
-    if activation is None:
-        route.put(x, dy, trained)
-        return dx
-    route.put(activation.forward(x) if trained[0] else x, dy, trained)
-    return activation.backward(x, dx)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -122,7 +91,11 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         kept, weight = ctx.saved_tensors
-        return column_backward(grads[0], kept, weight, ctx.route, ctx.needs_input_grad[1:3]), None, None, None
+        dx, pending, x = column_dgrad(grads[0], kept, weight, ctx.route)
+        put_linear(ctx.route, x, grads[0], ctx.needs_input_grad[1:3])
+        if pending is not None:
+            pending.wait()
+        return dx, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -136,9 +109,13 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (x, weight), trained = ctx.saved_tensors, ctx.needs_input_grad[1:3]
-        dx = row_backward(grads[0], x, weight, ctx.route, trained, ctx.activation)
-        return dx, None, None, None, None
+        (x, weight), activation = ctx.saved_tensors, ctx.activation
+        dy = mappings.gather_sequence(grads[0], ctx.route.tp)
+        dx = dy.matmul(weight)
+        put_linear(
+            ctx.route, x if activation is None else activation.forward(x), dy, ctx.needs_input_grad[1:3]
+        )
+        return dx if activation is None else activation.backward(x, dx), None, None, None, None
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:

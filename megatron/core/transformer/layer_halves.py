@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from megatron.core.tensor_parallel.mappings import gather_sequence
 from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    column_backward,
+    column_dgrad,
     column_forward,
-    row_backward,
     row_forward,
 )
 from megatron.core.tensor_parallel.random import DropoutSite, drop, drop_others
@@ -36,6 +36,7 @@ from megatron.core.transformer.self_attention import (
     by_head,
     joined_heads,
 )
+from megatron.core.weight_grad import put_linear
 
 
 class _IntoAttention(torch.autograd.Function):
@@ -57,8 +58,11 @@ class _IntoAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (tokens, gamma, beta, mean, rstd, kept, weight), half = ctx.saved_tensors, ctx.half
         d = half.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
-        d = column_backward(d, kept, weight, half.qkv.route, ctx.trained[2:])  # [s/tp b, h]
-        d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, ctx.trained[:2])
+        dy, pending, y = column_dgrad(d, kept, weight, half.qkv.route)  # [s/tp b, h]
+        put_linear(half.qkv.route, y, d, ctx.trained[2:])
+        if pending is not None:
+            pending.wait()
+        d = half.norm.backward(dy, tokens, gamma, beta, mean, rstd, ctx.trained[:2])
         return d.unflatten(0, (-1, len(grads[0]))), None, None  # [s/tp, b, h]
 
 
@@ -81,8 +85,10 @@ class _OutOfAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (dy,), (flat, weight, keep), half = grads, ctx.saved_tensors, ctx.half
         d = drop_others(in_dtype(dy, weight.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
-        d = row_backward(d, flat, weight, half.proj.route, ctx.trained)  # [s b, heads d]
-        d = d.view(-1, dy.shape[1], flat.shape[1] // half.head_dim, half.head_dim)
+        d = gather_sequence(d, half.proj.route.tp)  # [s b, h]
+        dflat = d.matmul(weight)  # [s b, heads d]
+        put_linear(half.proj.route, flat, d, ctx.trained)
+        d = dflat.view(-1, dy.shape[1], flat.shape[1] // half.head_dim, half.head_dim)
         return by_head(d), dy, None, None, None  # [b, heads, s, d]
 
 
@@ -108,9 +114,16 @@ class _Mlp(torch.autograd.Function):
         tokens, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep = ctx.saved_tensors
         (dy,), half, trained = grads, ctx.half, ctx.trained
         d = drop_others(in_dtype(dy, weight2.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
-        d = row_backward(d, wide, weight2, half.fc2.route, trained[4:], half.mlp.activation)  # [s b, f/tp]
-        d = column_backward(d, kept, weight1, half.fc1.route, trained[2:4])  # [s/tp b, h]
-        d = half.norm.backward(d, tokens, gamma, beta, mean, rstd, trained[:2])
+        d = gather_sequence(d, half.fc2.route.tp)  # [s b, h]
+        dwide = d.matmul(weight2)  # [s b, f/tp]
+        put_linear(half.fc2.route, half.mlp.activation.forward(wide), d, trained[4:])
+        d = half.mlp.activation.backward(wide, dwide)  # gated [s b, 2 f/tp]
+        del dwide
+        dnorm, pending, y = column_dgrad(d, kept, weight1, half.fc1.route)  # [s/tp b, h]
+        put_linear(half.fc1.route, y, d, trained[2:4])
+        if pending is not None:
+            pending.wait()
+        d = half.norm.backward(dnorm, tokens, gamma, beta, mean, rstd, trained[:2])
         return d.view(dy.shape).add_(in_dtype(dy, d.dtype)), None, None, None
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.param_meta import InitKind
-from megatron.core.tensor_parallel.parallel_layers import Trained
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.core.weight_grad import Trained
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
