@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.device import elements_at_a_time
-from megatron.core.protocols import GradListener, Operand
+from megatron.core.protocols import GradListener, Operand, WeightGradSink
 
 Contribution = tuple[str, "Tensor | Operand | None", Tensor]  # key, x, dy as in `WeightGradSink.put`
 
@@ -31,24 +32,33 @@ def accumulate_wgrad(
 
     overwrite: main_grad = instead, whatever it holds, which may be anything.
     """
-    if x is None:
-        total = dy if dy.shape == main_grad.shape else dy.flatten(0, -2).sum(0, dtype=main_grad.dtype)
-        add_gradient(main_grad, total, overwrite=overwrite, scale=scale)
+    if x is None and dy.dim() == main_grad.dim():
+        add_gradient(main_grad, dy, overwrite=overwrite, scale=scale)
         return
-    dy = dy.flatten(0, -2)  # [tokens, out]
+    if dy.dim() > 2:
+        dy = dy.flatten(0, -2)  # [tokens, out]
+    if x is None:
+        if overwrite and scale == 1.0:
+            torch.sum(dy, 0, dtype=main_grad.dtype, out=main_grad)
+        else:
+            add_gradient(main_grad, dy.sum(0, dtype=main_grad.dtype), overwrite=overwrite, scale=scale)
+        return
     if not x.is_floating_point():
         if overwrite:
             main_grad.zero_()
         main_grad.index_add_(0, x.flatten(), dy.to(main_grad.dtype), alpha=scale)
         return
-    x = x.flatten(0, -2)  # [tokens, in]
+    if x.dim() > 2:
+        x = x.flatten(0, -2)  # [tokens, in]
     assert main_grad.shape == (dy.shape[1], x.shape[1]), (
         f"main_grad {main_grad.shape}, dy {dy.shape}, x {x.shape}"
     )
-    if main_grad.dtype == dy.dtype:
+    rows = max(1, WIDENED_ELEMENTS // x.shape[1])
+    if main_grad.dtype == dy.dtype and scale == 1.0 and not overwrite:
+        main_grad.addmm_(dy.t(), x)
+    elif main_grad.dtype == dy.dtype:
         main_grad.addmm_(dy.t(), x, beta=0.0 if overwrite else 1.0, alpha=scale)
-    elif dy.is_cpu:  # in rows: neither the narrow product nor its wide copy is ever whole
-        rows = max(1, WIDENED_ELEMENTS // x.shape[1])
+    elif dy.is_cpu and len(main_grad) > rows:  # neither the narrow product nor its wide copy is ever whole
         for part, columns in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
             add_gradient(part, columns.t() @ x, overwrite=overwrite, scale=scale)
     else:
@@ -65,6 +75,9 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
         if scale != 1.0:
             total.mul_(scale)
         return
+    if total.dtype == addend.dtype and scale == 1.0:
+        total.add_(addend)
+        return
     most = elements_at_a_time(total, WIDENED_ELEMENTS)
     if total.dtype == addend.dtype or total.dim() < 2 or total.numel() <= most:
         total.add_(addend, alpha=scale)
@@ -72,6 +85,31 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
     rows = max(1, most // (total.numel() // total.shape[0]))
     for part, narrow in zip(total.split(rows), addend.split(rows), strict=True):
         part.add_(narrow, alpha=scale)
+
+
+class LinearKeys(Protocol):
+    """Where a linear layer's gradients go."""
+
+    @property
+    def sink(self) -> WeightGradSink: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def bias_key(self) -> str | None: ...
+
+
+Trained = Sequence[bool]  # of (weight, bias): whether its gradient is asked for
+
+
+def put_linear(keys: LinearKeys, x: Tensor | Operand, dy: Tensor, trained: Trained) -> None:
+    """Hand to the sink what the gradients of a linear layer's weight and bias are made of."""
+    if dy.dim() > 2:
+        dy = dy.flatten(0, -2)  # [tokens, out], once for both
+    if trained[0]:
+        keys.sink.put(keys.key, x, dy)
+    if trained[1]:
+        assert keys.bias_key is not None, f"{keys.key}: a bias without a key"
+        keys.sink.put(keys.bias_key, None, dy)
 
 
 class WeightGradAccumulator:
@@ -194,7 +232,8 @@ class WeightGradAccumulator:
             self._listener.grad_ready(key, microbatch)
 
     def _compute(self, key: str, x: Tensor | Operand | None, dy: Tensor, microbatch: int) -> None:
-        whole = x if x is None or isinstance(x, Tensor) else x.whole()
-        overwrite = self._listener is not None and self._listener.grad_begins(key)
+        listener, whole = self._listener, x if x is None or isinstance(x, Tensor) else x.whole()
+        overwrite = listener is not None and listener.grad_begins(key)
         accumulate_wgrad(self.main_grads[key], whole, dy, overwrite=overwrite, scale=self._scale)
-        self.done(key, microbatch)
+        if listener is not None:
+            listener.grad_ready(key, microbatch)

@@ -7,6 +7,7 @@ A tensor is *whole* (the same on every tensor parallel rank), *sharded* (`[s/tp,
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class TensorParallel:
         """This rank's tensor parallel group."""
         return cls(ps.group("tp"), sequence_parallel)
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return 1 if self.group is None else self.group.size
 

@@ -23,10 +23,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.param_meta import LOOKUP, InitKind
-from megatron.core.protocols import WeightGradSink
+from megatron.core.protocols import Operand, WeightGradSink
 from megatron.core.tensor_parallel import mappings, sink_module
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.tensor_parallel.sink_module import Band, LayerFactory, SinkModule
+from megatron.core.weight_grad import put_linear
 
 
 class Activation(Protocol):
@@ -39,42 +40,59 @@ class Activation(Protocol):
         ...
 
 
-class _Route(NamedTuple):
-    """Where a product's weight gradients go, and the ranks that it is shared with."""
+class Route(NamedTuple):
+    """Where a linear layer's weight gradients go, and the ranks that it is shared with."""
 
     sink: WeightGradSink
     key: str
     bias_key: str | None = None
     tp: TensorParallel = ALONE
-    activation: Activation | None = None
+
+
+# --- what a layer computes, without autograd: Functions, here and of a layer's halves, are lists of these
+
+
+def column_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
+    """(x W^T + b [s, ..., out/tp], what is kept of x for the backward). As `column_linear`."""
+    whole = mappings.gather_sequence(x, route.tp)
+    in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
+    return F.linear(whole, weight, bias), x if in_parts else whole
+
+
+def column_dgrad(
+    dy: Tensor, kept: Tensor, weight: Tensor, route: Route
+) -> tuple[Tensor, mappings.Pending | None, Tensor | Operand]:
+    """dy [s, ..., out/tp] -> (dx, of the shape of x, once what is pending has been waited for; x for the weight
+    gradient, which is computed in between). See [Note: B's communication behind W]."""
+    operand: Tensor | mappings.SequenceShard = kept
+    if route.tp.sequence_parallel and kept.shape[0] < dy.shape[0]:
+        operand = mappings.SequenceShard(kept, route.tp)
+        if weight.requires_grad and not route.sink.deferring:
+            operand.start()
+    return *mappings.start_sum(dy.matmul(weight), route.tp), operand
+
+
+def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    """x W^T + b, [s, ..., in/tp] -> [s, ..., out]. As `row_linear`."""
+    if route.tp.size == 1:
+        return F.linear(x, weight, bias)
+    total = mappings.sum_ranks(F.linear(x, weight), route.tp)
+    return total if bias is None else total.add_(bias)
 
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
-        whole = mappings.gather_sequence(x, route.tp)
-        ctx.in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
-        ctx.save_for_backward(x if ctx.in_parts else whole, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+        y, kept = column_forward(x, weight, bias, route)
+        ctx.save_for_backward(kept, weight)
         ctx.route = route
-        return F.linear(whole, weight, bias)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (dy,), route = grads, ctx.route
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        operand: Tensor | mappings.SequenceShard = x
-        if ctx.in_parts and needs_weight:
-            operand = mappings.SequenceShard(x, route.tp)
-            if not route.sink.deferring:
-                operand.start()
-        dx = pending = None
-        if needs_x:
-            dx, pending = mappings.start_sum(dy.matmul(weight), route.tp)
-        if needs_weight:
-            route.sink.put(route.key, operand, dy)
-        if needs_bias:
-            route.sink.put(route.bias_key, None, dy)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        kept, weight = ctx.saved_tensors
+        dx, pending, x = column_dgrad(grads[0], kept, weight, ctx.route)
+        put_linear(ctx.route, x, grads[0], ctx.needs_input_grad[1:3])
         if pending is not None:
             pending.wait()
         return dx, None, None, None
@@ -82,29 +100,22 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: _Route) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, activation: Activation | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.route = route
-        active = x if route.activation is None else route.activation.forward(x)
-        if route.tp.size == 1:
-            return F.linear(active, weight, bias)
-        total = mappings.sum_ranks(F.linear(active, weight), route.tp)
-        return total if bias is None else total.add_(bias)
+        ctx.route, ctx.activation = route, activation
+        return row_forward(x if activation is None else activation.forward(x), weight, bias, route)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        route, activation = ctx.route, ctx.route.activation
-        dy = mappings.gather_sequence(grads[0], route.tp)
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = dy.matmul(weight) if needs_x else None
-        if needs_weight:
-            route.sink.put(route.key, x if activation is None else activation.forward(x), dy)
-        if needs_bias:
-            route.sink.put(route.bias_key, None, dy)
-        if dx is not None and activation is not None:
-            dx = activation.backward(x, dx)
-        return dx, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (x, weight), activation = ctx.saved_tensors, ctx.activation
+        dy = mappings.gather_sequence(grads[0], ctx.route.tp)
+        dx = dy.matmul(weight)
+        put_linear(
+            ctx.route, x if activation is None else activation.forward(x), dy, ctx.needs_input_grad[1:3]
+        )
+        return dx if activation is None else activation.backward(x, dx), None, None, None, None
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
@@ -113,18 +124,24 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route
     route: sink and key of the weight, bias_key where there is a bias, tp. Under sequence parallel x is [s/tp, ..., in].
     Communicates over tp: gathers x (sequence parallel only), and in the backward pass adds the input's gradient.
     """
-    return _ColumnLinear.apply(x, weight, bias, _Route(**route))
+    return _ColumnLinear.apply(x, weight, bias, Route(**route))
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    **route: Any,
+) -> Tensor:
     """activation(x) W^T + b over this rank's input features: x [s, ..., in/tp], weight [out, in/tp] -> [s, ..., out].
 
-    route: as in `column_linear`, and the activation. Under sequence parallel the result is [s/tp, ..., out].
+    route: as in `column_linear`. Under sequence parallel the result is [s/tp, ..., out].
     Communicates over tp: adds the products of all ranks before the bias, and in the backward pass gathers dy (sequence
     parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept;
     the output is computed again for the weight gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    return _RowLinear.apply(x, weight, bias, _Route(**route))
+    return _RowLinear.apply(x, weight, bias, Route(**route), activation)
 
 
 class _ParallelLinear(SinkModule):
@@ -161,8 +178,7 @@ class _ParallelLinear(SinkModule):
             whole = sink_module.whole_region(shape[:1], tp, partial=False)
             regions = whole if self.cut else sink_module.band_regions(shape[:1], bands, 0, tp)
             self.bias = self.new_parameter("bias", shape[:1], InitKind.ZEROS, regions)
-        keys = {"key": self.key("weight"), "bias_key": self.key("bias") if bias else None}
-        self._route: dict[str, Any] = {"sink": self.sink, "tp": tp, **keys}
+        self.route = Route(self.sink, self.key("weight"), self.key("bias") if bias else None, tp)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -174,7 +190,7 @@ class ColumnParallelLinear(_ParallelLinear):
     cut = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, **self._route)
+        return _ColumnLinear.apply(x, self.weight, self.bias, self.route)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -189,7 +205,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """Of activation(x) where one is given."""
-        return row_linear(x, self.weight, self.bias, activation=activation, **self._route)
+        return _RowLinear.apply(x, self.weight, self.bias, self.route, activation)
 
 
 class _Lookup(torch.autograd.Function):

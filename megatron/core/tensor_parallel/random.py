@@ -56,27 +56,41 @@ class DropoutSite:
         return stable_seed(clock.seed, clock.iteration, clock.microbatch, self.layer, self.site, rank)
 
 
+def drop(x: Tensor, probability: float, site: DropoutSite) -> tuple[Tensor, Tensor | None]:
+    """(x with elements dropped, bool: which are left); without a probability x itself and None. As `dropout`."""
+    if probability == 0.0:
+        return x, None
+    generator = torch.Generator(device=x.device).manual_seed(site.seed())
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    keep.bernoulli_(1.0 - probability, generator=generator)
+    return drop_others(x, keep, probability), keep
+
+
+def drop_others(x: Tensor, keep: Tensor | None, probability: float) -> Tensor:
+    """x where `keep` (None: everywhere), scaled by 1 / (1 - probability), else 0: `drop` again, and its backward."""
+    if keep is None:
+        return x
+    return (x * keep).mul_(0.0 if probability == 1.0 else 1.0 / (1.0 - probability))
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probability: float, seed: int) -> Tensor:
-        generator = torch.Generator(device=x.device).manual_seed(seed)
-        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        keep.bernoulli_(1.0 - probability, generator=generator)
+    def forward(ctx: Any, x: Tensor, probability: float, site: DropoutSite) -> Tensor:
+        y, keep = drop(x, probability, site)
         ctx.save_for_backward(keep)
-        ctx.scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
-        return (x * keep).mul_(ctx.scale)
+        ctx.probability = probability
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (keep,) = ctx.saved_tensors
-        return (grads[0] * keep).mul_(ctx.scale), None, None
+        return drop_others(grads[0], ctx.saved_tensors[0], ctx.probability), None, None
 
 
 def dropout(x: Tensor, probability: float, site: DropoutSite, training: bool) -> Tensor:
     """x [...] with elements zeroed with `probability`, the rest scaled by 1 / (1 - probability) (arXiv 1207.0580)."""
     if not training or probability == 0.0:
         return x
-    return _Dropout.apply(x, probability, site.seed())
+    return _Dropout.apply(x, probability, site)
 
 
 @contextlib.contextmanager

@@ -10,59 +10,27 @@ from torch import Tensor, nn
 from megatron.core.param_meta import InitKind
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.core.weight_grad import Trained
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
-class _LayerNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: Norm) -> Tensor:
-        gamma = norm.factor(weight, x.dtype)
-        y, mean, rstd = torch.native_layer_norm(x, weight.shape, gamma, bias.to(x.dtype), norm.eps)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+        y, *kept = norm.normalise(x, weight, bias)
+        ctx.save_for_backward(x, weight, bias, *kept)
         ctx.norm = norm
-        return y.to(weight.dtype)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        norm, dy = ctx.norm, grads[0].to(x.dtype)
-        gamma, beta, needed = norm.factor(weight, x.dtype), bias.to(x.dtype), list(ctx.needs_input_grad[:3])
-        dx, dgamma, dbeta = _layer_norm_backward(dy, x, weight.shape, mean, rstd, gamma, beta, needed)
-        _, needs_weight, needs_bias = needed
-        if needs_weight:
-            norm.sink.put(norm.key("weight"), None, dgamma)
-        if needs_bias:
-            norm.sink.put(norm.key("bias"), None, dbeta)
-        return dx, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.norm.backward(*grads, *ctx.saved_tensors, ctx.needs_input_grad[1:3]), None, None, None
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Computed in fp32 (fp64 for fp64); keeps its input and one number a row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-        work = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(work)
-        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        rstd = squares.div_(x.shape[-1]).add_(norm.eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.norm = norm
-        return (wide * rstd).mul_(norm.factor(weight, work)).to(weight.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        x, weight, rstd = ctx.saved_tensors
-        norm, dy = ctx.norm, grads[0].to(rstd.dtype)
-        unit = x.to(rstd.dtype) * rstd
-        if ctx.needs_input_grad[1]:
-            norm.sink.put(norm.key("weight"), None, (dy * unit).flatten(0, -2).sum(0))
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dunit = dy * norm.factor(weight, rstd.dtype)
-            along = (dunit * unit).mean(-1, keepdim=True)
-            dx = dunit.sub_(unit.mul_(along)).mul_(rstd).to(x.dtype)
-        return dx, None, None
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; asking first is cheaper than a cast that does nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class Norm(SinkModule):
@@ -84,6 +52,7 @@ class Norm(SinkModule):
         super().__init__(factory)
         partial = self.tp.size > 1 if over_heads else self.tp.sequence_parallel
         regions = whole_region((size,), self.tp, partial=partial)
+        self.weight_key, self.bias_key = self.key("weight"), self.key("bias")
         self.eps, self.less_one = config.norm_epsilon, config.apply_layernorm_1p
         ones = InitKind.ZEROS if self.less_one else InitKind.ONES
         self.weight = self.new_parameter("weight", (size,), ones, regions)
@@ -93,10 +62,57 @@ class Norm(SinkModule):
 
     def factor(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The factor [size] that a stored weight stands for."""
-        weight = weight.to(dtype)
+        weight = in_dtype(weight, dtype)
         return weight + 1.0 if self.less_one else weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return _RMSNorm.apply(x, self.weight, self)
-        return _LayerNorm.apply(x, self.weight, self.bias, self)
+        return _Norm.apply(x, self.weight, self.bias, self)
+
+    # --- without autograd, for the lists of a layer's halves
+
+    def normalise(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(y [..., size] in the weights' dtype, and for the backward mean and 1 / deviation [..., 1]); RMSNorm, which
+        computes in fp32 (fp64 for fp64), has no mean."""
+        if bias is not None:
+            gamma, beta = self.factor(weight, x.dtype), in_dtype(bias, x.dtype)
+            y, mean, rstd = torch.native_layer_norm(x, weight.shape, gamma, beta, self.eps)
+            return in_dtype(y, weight.dtype), mean, rstd
+        work = torch.promote_types(x.dtype, torch.float32)
+        wide = in_dtype(x, work)
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        rstd = squares.div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        return in_dtype((wide * rstd).mul_(self.factor(weight, work)), weight.dtype), None, rstd
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor,
+        trained: Trained,
+    ) -> Tensor:
+        """dx in memory of its own, of x's dtype. The gradients of weight and bias go to the sink."""
+        if bias is None:
+            return self._rms_backward(in_dtype(dy, rstd.dtype), x, weight, rstd, trained)
+        gamma, beta = self.factor(weight, x.dtype), in_dtype(bias, x.dtype)
+        dx, dgamma, dbeta = _layer_norm_backward(
+            in_dtype(dy, x.dtype), x, weight.shape, mean, rstd, gamma, beta, (True, *trained)
+        )
+        if trained[0]:
+            self.sink.put(self.weight_key, None, dgamma)
+        if trained[1]:
+            self.sink.put(self.bias_key, None, dbeta)
+        assert isinstance(dx, Tensor)
+        return dx
+
+    def _rms_backward(self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, trained: Trained) -> Tensor:
+        unit = in_dtype(x, rstd.dtype) * rstd
+        if trained[0]:
+            self.sink.put(self.weight_key, None, (dy * unit).flatten(0, -2).sum(0))
+        dunit = dy * self.factor(weight, rstd.dtype)
+        along = (dunit * unit).mean(-1, keepdim=True)
+        return in_dtype(dunit.sub_(unit.mul_(along)).mul_(rstd), x.dtype)

@@ -7,7 +7,7 @@ written out as the exact reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -102,9 +102,11 @@ class CoreAttention(nn.Module):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, heads, s, d]
-        out = self._exact(q, k, v, mask) if self.written_out else self._fused(q, k, v, mask)
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        return joined_heads(self.attend(by_head(query), by_head(key), by_head(value), mask))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The same by heads: q [b, heads, s, d], k and v [b, groups, s_all, d] -> [b, heads, s, d]."""
+        return self._exact(q, k, v, mask) if self.written_out else self._fused(q, k, v, mask)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         probability = self.dropout if self.training else 0.0
@@ -127,6 +129,21 @@ class CoreAttention(nn.Module):
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         probabilities = scores.masked_fill(mask, -math.inf).softmax(-1).to(v.dtype)
         return torch.matmul(dropout(probabilities, self.dropout, self.site, self.training), v)
+
+
+def by_head(t: Tensor) -> Tensor:
+    """[s, b, heads, d] -> [b, heads, s, d], a view; as the kernels take it."""
+    return t.permute(1, 2, 0, 3)
+
+
+def by_position(t: Tensor) -> Tensor:
+    """[b, heads, s, d] -> [s, b, heads, d], a view."""
+    return t.permute(2, 0, 1, 3)
+
+
+def joined_heads(t: Tensor) -> Tensor:
+    """[b, heads, s, d] -> [s, b, heads * d]."""
+    return by_position(t).flatten(2)
 
 
 def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tuple[Band, ...]:
@@ -193,26 +210,62 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """mask: as `CoreAttention`. angles: by which queries and keys are rotated, if at all. inference_cache: keys and
         values of the tokens before; then there is no mask."""
-        query, key, value = self._heads(x)
+        heads = self.heads_of(self.linear_qkv(x).flatten(0, 1), x.shape[1])
+        query, key, value, mask = self._turned(*heads, mask, angles, inference_cache)
+        by_positions = by_position(query), by_position(key), by_position(value)
+        return self.linear_proj(self._maybe_recomputed(self.core_attention, *by_positions, mask))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        angles: Angles | None,
+        cache: InferenceCache | None,
+    ) -> Tensor:
+        """Between the projections, by autograd: heads as `heads_of` returns them -> [b, heads, s, d]."""
+        query, key, value, mask = self._turned(query, key, value, mask, angles, cache)
+        return self._maybe_recomputed(self.core_attention.attend, query, key, value, mask)
+
+    def heads_of(self, rows: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`linear_qkv`'s [s b, rows] -> query [b, heads, s, d], key and value [b, groups, s, d], of this rank."""
+        r, d = self.heads_per_group, self.head_dim
+        rows = rows.view(-1, batch, self.groups, r + 2, d)
+        if r == 1:
+            query, key, value = rows.permute(3, 1, 2, 0, 4).unbind()
+            return query, key, value
+        query, key, value = rows.split([r, 1, 1], dim=3)
+        return by_head(query.flatten(2, 3)), by_head(key.squeeze(3)), by_head(value.squeeze(3))
+
+    def rows_of(self, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> Tensor:
+        """The backward of `heads_of`."""
+        heads = [by_position(d).unflatten(2, (self.groups, -1)) for d in (dquery, dkey, dvalue)]
+        return torch.cat(heads, dim=3).flatten(0, 1).flatten(1)
+
+    def _turned(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        angles: Angles | None,
+        cache: InferenceCache | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Heads normed and rotated, with those of the tokens before."""
+        if self.q_layernorm is None and angles is None and cache is None:
+            return query, key, value, mask
+        query, key, value = by_position(query), by_position(key), by_position(value)  # [s, b, heads, d]
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if angles is not None:
             query = apply_rope(query, *angles, self.interleaved)
             key = apply_rope(key, *angles, self.interleaved)
-        if inference_cache is not None:
+        if cache is not None:
             assert mask is None, "generation with a cache is causal; it takes no mask of its own"
-            mask = inference_cache.mask
-            key, value = inference_cache.extend(self.layer, key, value)
-        if not self.recompute_core:
-            return self.linear_proj(self.core_attention(query, key, value, mask))
-        return self.linear_proj(recomputed(self.core_attention, self.context, query, key, value, mask))
+            mask = cache.mask
+            key, value = cache.extend(self.layer, key, value)
+        return by_head(query), by_head(key), by_head(value), mask
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [s, b, heads, d], keys and values [s, b, groups, d], of this rank."""
-        rows = self.linear_qkv(x)
-        s, b, _ = rows.shape
-        rows = rows.view(s, b, self.groups, self.heads_per_group + 2, self.head_dim)
-        query, key, value = rows.split([self.heads_per_group, 1, 1], dim=3)
-        query = query.reshape(s, b, self.groups * self.heads_per_group, self.head_dim)
-        key, value = key.squeeze(3), value.squeeze(3)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query, key, value
+    def _maybe_recomputed(self, core: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        return recomputed(core, self.context, *inputs) if self.recompute_core else core(*inputs)

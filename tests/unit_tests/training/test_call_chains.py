@@ -32,8 +32,8 @@ LAYOUTS = {
 }
 STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
-LAYER = "core/transformer/decoder.py"
-LINEAR, SINK = "core/tensor_parallel/parallel_layers.py", "core/weight_grad.py"
+LAYER, HALVES = "core/transformer/decoder.py", "core/transformer/layer_halves.py"
+SINK = "core/weight_grad.py"
 REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
 
@@ -127,8 +127,8 @@ def test_files_of_a_step():
             assert len(set(to_layer)) <= 6, f"{name}: {to_layer}"
 
             dgrad, arrival, reduce = (inside(chains[one]) for one in ("dgrad", "arrival", "reduce"))
-            assert dgrad[0] == LINEAR
+            assert dgrad[0] == HALVES
             assert reduce.pop() == COLLECTIVES
             passed = {*dgrad, *arrival, *reduce}
-            assert {LINEAR, SINK, REDUCER} < passed
+            assert {HALVES, SINK, REDUCER} < passed
             assert len(passed) <= 5, f"{name}: {dgrad}, {arrival}, {reduce}"
