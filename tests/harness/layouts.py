@@ -22,7 +22,8 @@ from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import GradStats
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, plan_for
+from megatron.core.pipeline_parallel.plan.build import plan_for
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
