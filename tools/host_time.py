@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plain_gpt import PlainTrainer
 from benchmarks.single_process import DTYPES, OurTrainer, make_batches, shape_of
+from megatron.core.words import column, decimal
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 PARTS = (
@@ -192,10 +193,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     results = [profile(dtype, args) for dtype in args.dtypes]
     for result in results:
-        print(f"{result['dtype']}: ours {result['ratio']:.2f} of the plain loop")
+        print(f"{result['dtype']}: ours {decimal(result['ratio'], 2)} of the plain loop")
         print(f"{'':24}{'ours':>9}{'plain':>9}")
         for part in result["ours"]:
-            print(f"{part:24}{result['ours'][part]:9.1f}{result['plain'][part]:9.1f}")
+            print(f"{part:24}{column(result['ours'][part], 9, 1)}{column(result['plain'][part], 9, 1)}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

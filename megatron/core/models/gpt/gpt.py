@@ -124,8 +124,9 @@ class GPTModel(MegatronModule):
 
     def unit_accesses(self) -> Accesses[str]:
         return accesses_of_stage(
-            self.config,
-            [number for number, _ in self.decoder.layers.items()],
+            list(self.decoder.layers),
+            self.decoder.chunks,
+            tied=self.tied,
             embeds=self.pre_process,
             ends=self.post_process,
             other_end_here=self.other_end_here,

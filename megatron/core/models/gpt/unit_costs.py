@@ -64,7 +64,9 @@ def _stage(
     the embedding of this rank is its output layer too."""
     config, words = costs.config, word_parameters(costs.config, costs.padded_vocab_size, costs.tp)
     where = {"embeds": spec.embedding, "ends": spec.loss, "other_end_here": both_ends_here}
-    rows = accesses_of_stage(config, spec.layers, **where)
+    chunks = config.recompute_chunks(len(spec.layers))
+    tied = not config.untie_embeddings_and_output_weights
+    rows = accesses_of_stage(spec.layers, chunks, tied=tied, **where)
     works = dict(zip(map(layer_name, spec.layers), costs.of_layers(len(spec.layers)), strict=True))
     works |= {"head": costs.head(), ONE_MATRIX: costs.embedding() + costs.head()}
     if spec.embedding:

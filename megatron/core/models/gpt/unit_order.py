@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.unit_accesses import Accesses
 
 ONE_MATRIX = "embedding_and_head"  # a tied matrix that this stage reads at both ends
@@ -15,22 +14,27 @@ def layer_name(number: int | str) -> str:
 
 
 def accesses_of_stage(
-    config: TransformerConfig, layers: Sequence[int | str], *, embeds: bool, ends: bool, other_end_here: bool
+    layers: Sequence[int | str],
+    recomputed: Sequence[tuple[int, int, bool]],
+    *,
+    tied: bool,
+    embeds: bool,
+    ends: bool,
+    other_end_here: bool,
 ) -> Accesses[str]:
     """Layers are needed one by one, in the backward those together that are recomputed together. The head reads a tied
     matrix too, which on a V is a part of the other end's `embedding`.
 
-    layers: their global numbers. embeds, ends: the stage begins the model, ends it. other_end_here: the model's other
-    end is another stage of this rank.
+    layers: their global numbers. recomputed: `TransformerConfig.recompute_chunks` of them. embeds, ends: the stage
+    begins the model, ends it. other_end_here: the model's other end is another stage of this rank.
     """
-    tied = not config.untie_embeddings_and_output_weights
     first, last = ("embedding",), ("head", *(("embedding",) if tied and other_end_here else ()))
     if embeds and ends and tied:
         first = last = (ONE_MATRIX,)
     forward = [(layer_name(number),) for number in layers]
     backward: list[tuple[str, ...]] = []
-    for start, end, recomputed in reversed(config.recompute_chunks(len(layers))):
+    for start, end, together in reversed(recomputed):
         own = forward[start:end]
-        backward += [tuple(name for (name,) in own)] if recomputed else reversed(own)
+        backward += [tuple(name for (name,) in own)] if together else reversed(own)
     begins, finishes = [first] * embeds, [last] * ends
     return Accesses((*begins, *forward, *finishes), (*finishes, *backward, *begins))
