@@ -90,7 +90,7 @@ class OurLoop:
         plan = build_plan("1f1b", Request(1, len(self.work.mine)))
         costs, boundaries = CostModel.of_ranks(plan.placement), UnitBoundaries()
         plan, units, residency = lower(plan, costs), None, self.model.residency(1)
-        if residency.moves:
+        if self.model.place.dp_size > 1:
             units = units_of_all_stages(self.model, (0,))
             plan = add_residency(plan, units, residency, costs)
             hook_units([tuple(enumerate(self.model.unit_modules()[0]))], boundaries)

@@ -27,7 +27,7 @@ def spoil(args):
         real(self, batches)
         calls.append(None)
         if len(calls) == args["bad_update"]:
-            piece, _ = self._slices[-1]
+            piece = self._slices[-1]
             piece.main_weights[3] = args["bad_value"]
 
     if LaunchEnv.read().rank == args["bad_rank"]:
