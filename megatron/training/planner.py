@@ -92,8 +92,9 @@ class Planner:
         self.adopt(with_gathered_inputs(self.model, dataclasses.replace(self.spec, limits=limits)))
 
     def serve(self, units: tuple[StageUnits, ...] | None, residency: Residency | None) -> None:
-        """What data parallelism asks of plans: units by global stage, of the engine; None where nothing moves."""
-        self.adopt(dataclasses.replace(self.spec.bare, stages_units=units, residency=residency))
+        """What data parallelism asks of plans: units by global stage, of the engine; None where nothing moves. What the
+        wire was chosen by stays."""
+        self.adopt(dataclasses.replace(self.spec, stages_units=units, residency=residency))
 
     def keep_groupings(self, residencies: Mapping[int, PlannedResidency]) -> None:
         """Plan with these groups of microbatches from now on, between steps: those of a saved run, or of this one."""
