@@ -214,9 +214,9 @@ def test_requests_of_other_shapes_are_refused():
     with pytest.raises(PlanError, match="zb-1p has one chunk"):
         SCHEDULES["zb-1p"](Request(4, 8, num_chunks=2))
     with pytest.raises(PlanError, match="zbv has two chunks"):
-        zero_bubble.zbv(Request(4, 8, num_chunks=3))
+        SCHEDULES["zbv"](Request(4, 8, num_chunks=3))
     with pytest.raises(PlanError, match="costs of 4 stages for a schedule of 8"):
-        zero_bubble.zbv(Request(4, 8, costs=costs_of("zb-1p", 4, EQUAL)))
+        SCHEDULES["zbv"](Request(4, 8, costs=costs_of("zb-1p", 4, EQUAL)))
 
 
 RATIOS = [
