@@ -23,7 +23,7 @@ from megatron.training.config.limits import SystemLimitError, limit_behind
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.guard import exit_status
 from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit
+from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler, StopRequested
 from megatron.training.guard.startup_check import StartupMismatchError
@@ -164,7 +164,7 @@ class _Run:
             diagnose = None if watchdog is None else watchdog.diagnose
             self._report(error, diagnose=diagnose)
         elif is_stopped:  # perhaps no other rank was
-            self._leave_record(status, str(error))
+            exit_status.leave_exit_json(status, str(error), **self._record_of(status))
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
@@ -182,9 +182,8 @@ class _Run:
             exit_status.hard_exit(status)
 
     def _report(self, error: BaseException, diagnose: Callable[[], str] | None = None) -> None:
-        record = self._record_of(exit_status.status_of(error, STATUS_TABLE))
-        files = {"error_file": self.env.error_file, **record}
-        exit_status.report_failure(error, STATUS_TABLE, diagnose=diagnose, **files)
+        record, file = self._record_of(exit_status.status_of(error, STATUS_TABLE)), self.env.error_file
+        exit_status.report_failure(error, STATUS_TABLE, diagnose=diagnose, error_file=file, **record)
 
     def _record_of(self, status: ExitStatus) -> dict[str, Any]:
         """Where an exit record goes, and what it says of the run: this rank, its last completed iteration, the newest
@@ -211,19 +210,15 @@ class _Run:
         self.folder.release()
         return status
 
-    def _leave_record(self, status: ExitStatus, reason: str, *, in_folder: bool = True) -> None:
-        """exit.json for the launcher, and in the run's folder."""
-        how_far = self._record_of(status)
-        directory, launcher = how_far.pop("directory"), how_far.pop("launcher")
-        record = ExitRecord.of(status, reason, **how_far)
-        exit_status.leave_exit_json(directory if in_folder else None, record, launcher)
-
     def end(self, ending: Ending) -> None:
         """All ranks leave together; status 0 returns to the caller."""
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
         if self.env.local_rank == 0:
-            self._leave_record(ending.status, ending.reason, in_folder=self.env.rank == 0)
+            record = self._record_of(ending.status)
+            if self.env.rank:
+                record["directory"] = None
+            exit_status.leave_exit_json(ending.status, ending.reason, **record)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.build import order_within_limits
-from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
@@ -19,30 +19,22 @@ from megatron.core.words import counted, plain, share_text
 MOST_FORWARDS = 50_000
 
 
+@functools.lru_cache(maxsize=4)
+def order_of(spec: ScheduleSpec, num_microbatches: int | None) -> Simulation | None:
+    """A step's computations by the spec's costs; None where the number of microbatches is not known or large, and where
+    there is no such plan, which rules tell."""
+    if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
+        return None
+    try:
+        return simulate(order_within_limits(spec, num_microbatches), spec.costs)
+    except PlanError:
+        return None
+
+
 def bubble_rate(spec: ScheduleSpec, num_microbatches: int | None) -> float | None:
-    """Of a step's computations by the spec's costs; None where the number of microbatches is not known or large, and
-    where there is no such plan, which rules tell."""
-    if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
-        return None
-    try:
-        found = simulate(order_within_limits(spec, num_microbatches), spec.costs)
-        return max(0.0, found.bubble_rate)  # of rounding
-    except PlanError:
-        return None
-
-
-def activation_bytes(
-    spec: ScheduleSpec, num_microbatches: int | None, costs: CostModel
-) -> tuple[float, ...] | None:
-    """The most that each pipeline rank holds of activations in a step. costs: of the stages, in bytes. None where it is
-    not known, as for the bubble."""
-    if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
-        return None
-    try:
-        rows = order_within_limits(spec, num_microbatches).rows
-    except PlanError:
-        return None
-    return tuple(peak_activation(rank, row, costs) for rank, row in enumerate(rows))
+    """Of `order_of`."""
+    found = order_of(spec, num_microbatches)
+    return None if found is None else max(0.0, found.bubble_rate)  # of rounding
 
 
 def bound_line(schedule: str, request: Request, simulation: Simulation) -> str | None:
@@ -60,9 +52,8 @@ def bound_line(schedule: str, request: Request, simulation: Simulation) -> str |
 
 def bound_lines(spec: ScheduleSpec, num_microbatches: int) -> tuple[str, str] | None:
     """The same of a run, for its log, and in short for a person."""
-    if spec.file is not None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
+    if spec.file is not None or (simulation := order_of(spec, num_microbatches)) is None:
         return None
-    simulation = simulate(order_within_limits(spec, num_microbatches), spec.costs)
     line = bound_line(spec.schedule, spec.request(num_microbatches), simulation)
     bubble = share_text(simulation.bubble_rate)
     told = f" > pipeline: {spec.schedule}, planned bubble (waiting) {bubble} by estimated costs"
