@@ -95,8 +95,8 @@ def _memory(report: Report, facts: Facts) -> str:
     at_rest = [each * per_rank[grid.rank({"pp": stage})] for stage in range(grid.pp)]
     told = "weights, gradients, optimizer's state"
     model, number = config.model_costs, (facts["pipeline"] or {}).get("microbatches")
-    found = order_of(spec, number) if model and spec else None
-    if found is None:
+    found = order_of(spec, number) if spec else None
+    if model is None or spec is None or found is None:
         size, more = max(at_rest), _more_than_here(max(at_rest), config)
         return f"{size_text(size, digits=3)} a rank{more}: {told}; activations are not estimated"
     peaks = dataclasses.replace(found, costs=model.of_stages(spec.stages)).peak_activation

@@ -197,8 +197,8 @@ class PipelineRunner:
         return self.planner.spec
 
     def measure_link(self) -> int:
-        """ns that a message takes on the slowest of this rank's links, for whoever measures steps too. Communicates over
-        the pipeline, between steps, of which there has been one."""
+        """ns that a message takes on the slowest of this rank's links, for readers of steps too. Communicates over the
+        pipeline, between steps, of which there has been one."""
         found = self._channel.ping()
         if self._recorder is not None:
             self._recorder.message_takes(found)

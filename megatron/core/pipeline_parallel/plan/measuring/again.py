@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -258,11 +259,10 @@ def _over_rank_limit(spec: ScheduleSpec, costs: CostModel, sizes: Sequence[int])
     """Of the plans that run, the rank that is the most over its limit, by measured costs."""
     if spec.residency is None or spec.residency.limit is None:
         return None
-    found = []
+    found: list[_Over] = []
     for plan in (plan_for(spec, size, PlanPurpose.TRAIN) for size in dict.fromkeys(sizes)):
         peaks = (peak_bytes(dataclasses.replace(spec, costs=one), plan) for one in (spec.costs, costs))
-        every = zip(*peaks, spec.residency.limit, strict=True)
-        found += [_Over(rank, *one) for rank, one in enumerate(every)]
+        found += map(_Over, itertools.count(), *peaks, spec.residency.limit)
     worst = max(found, key=lambda one: one.measured / one.limit)
     return worst if worst.measured > worst.limit * (1 + TOLERANCE) else None
 

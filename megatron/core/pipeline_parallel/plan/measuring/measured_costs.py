@@ -139,7 +139,8 @@ def costs_of(figures: Sequence[Figures], placement: Placement) -> CostModel:
     comm = float(max(one["link_ns"] for one in figures))
     backwards, weights = divide_backwards(b, w, bw)
     every = [times[F, stage] for stage in stages], backwards, weights, *_activations(figures, placement)
-    return CostModel(*(tuple(map(float, values)) for values in every), comm)
+    of_f, of_b, of_w, after_f, after_b = (tuple(map(float, values)) for values in every)
+    return CostModel(of_f, of_b, of_w, after_f, after_b, comm)
 
 
 def divide_backwards(inputs: Times, weights: Times, both: Times) -> tuple[list[int], list[int]]:

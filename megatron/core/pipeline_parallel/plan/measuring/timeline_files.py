@@ -66,6 +66,8 @@ _LANES = {
     ),
     "costs": schema.fields_of(LaneCosts, latency=_SIZE, bandwidth=schema.number(1e-300, float(1 << 60))),
 }
+
+
 @dataclass(frozen=True)
 class Header:
     """The fields of a header, see the module. at_rest: None without residency."""
