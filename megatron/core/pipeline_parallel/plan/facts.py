@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.build import order_within_limits
@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import bound_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
-from megatron.core.words import counted, plain, share_text
+from megatron.core.words import counted, share_text
 
 # Beyond so many forwards a simulation would make --check-config wait.
 MOST_FORWARDS = 50_000
@@ -87,48 +87,19 @@ def pipeline_facts(
     }
 
 
-def facts_lines(spec: ScheduleSpec, num_microbatches: int | None, *, with_bubble: bool = True) -> list[str]:
-    """The same as text, without the stages."""
-    placement, bubble = spec.placement, bubble_rate(spec, num_microbatches) if with_bubble else None
-    chunks = f" x {placement.num_chunks} chunks" if placement.num_chunks > 1 else ""
-    told = [f"pipeline: {spec.schedule}, {counted(placement.num_ranks, 'rank')}{chunks}"]
-    if num_microbatches is not None:
-        groups = f" in groups of {spec.group_size}" if spec.group_size is not None else ""
-        told.append(f"{counted(num_microbatches, 'microbatch')} a step{groups}")
-    if bubble is not None:
-        costs = "by the FLOPs of the stages" if spec.estimated else "with equal stages and F = B = W"
-        told.append(f"bubble {share_text(bubble)} {costs}")
-    return [", ".join(told), *("  auto: " + line for line in spec.reasons if with_bubble)]
-
-
-def reason_lines(
-    spec: ScheduleSpec, limit: int | str | None, tflops: float | None, gb_per_s: float | None
-) -> list[str]:
-    """What the log says of a choice. limit: --rank-memory-limit, under which the speeds decide."""
-    by, lines = "--pipeline-schedule auto", list(spec.reasons)
-    if limit is not None:
-        by = f"--rank-memory-limit {limit}"
-        speeds = (
-            f"{plain(tflops)} TFLOP/s, {plain(gb_per_s)} GB/s (--achieved-tflops, --dp-bandwidth-gb-per-s)"
-        )
-        lines.insert(0, f"planned for {speeds}")
-    return [f" > {by}: {line}" for line in lines]
-
-
-def limit_lines(spec: ScheduleSpec, *, sequence_parallel: bool) -> list[str]:
-    """What the log says of limits of activations, and of what they have room for."""
-    lines = []
-    if spec.keeps_gathered:
-        lines.append(" > the limit has room for gathered inputs: kept for W, not gathered again")
-    elif sequence_parallel and spec.splits_backward and spec.limits is None:
-        lines.append(
-            " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
-        )
-    if spec.limits is not None:
-        shown = ", ".join(map(spec.describe_activation, spec.limits))
-        unit = "" if spec.estimated else " activations"
-        lines.append(f" > limit of activations by pipeline rank: {shown}{unit}")
-    return lines
+def facts_lines(facts: Mapping[str, Any]) -> list[str]:
+    """`pipeline_facts` as text, without the stages."""
+    chunks = f" x {facts['chunks']} chunks" if facts["chunks"] > 1 else ""
+    told = [f"pipeline: {facts['schedule']}, {counted(facts['ranks'], 'rank')}{chunks}"]
+    if (number := facts["microbatches"]) is not None:
+        group = facts["microbatch_group_size"]
+        groups = f" in groups of {group}" if group is not None else ""
+        told.append(f"{counted(number, 'microbatch')} a step{groups}")
+    if facts["bubble_rate"] is not None:
+        is_estimated = facts["costs"] == "estimated"
+        costs = "by the FLOPs of the stages" if is_estimated else "with equal stages and F = B = W"
+        told.append(f"bubble {share_text(facts['bubble_rate'])} {costs}")
+    return [", ".join(told), *("  auto: " + line for line in facts["reasons"])]
 
 
 def device_limits(told: Sequence[tuple[int, int, int]], percentile: int, num_ranks: int) -> tuple[float, ...]:

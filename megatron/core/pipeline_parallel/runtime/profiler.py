@@ -100,10 +100,9 @@ class Profiler:
         kept = [one for one in self._steps if until is None or one.iteration <= until]
         if not kept:
             return None
-        sizes = {stage: one.sizes() for stage, one in self._weighed.items()}
+        sizes = {stage: size for stage, one in self._weighed.items() if (size := one.sizes()) is not None}
         # All stages or none: a plan needs every one of them.
-        known = {stage: size for stage, size in sizes.items() if size is not None}
-        activations = known if len(known) == len(sizes) else None
+        activations = sizes if len(sizes) == len(self._weighed) else None
         peak = median([one.peak_bytes for one in kept])
         link = kept[-1].link_ns if link_ns is None else link_ns
         return figures_of(kept, self._pipeline, activations, peak, link)
@@ -155,7 +154,7 @@ class _WeighedStage:
 
     def __init__(self, stage: Stage, profiler: Profiler) -> None:
         self._stage, self._profiler = stage, profiler
-        self.forward = stage.forward
+        self.forward, self.check_empty = stage.forward, stage.check_empty
         self.clear()
 
     def clear(self) -> None:
@@ -180,21 +179,16 @@ class _WeighedStage:
         return self._weigh(self._by_b, self._stage.backward_input, microbatch, grad)
 
     def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
-        if units is not None:  # parts of a W are not weighed
-            self._stage.backward_weight(microbatch, units)
-        else:
-            self._weigh(self._by_w, self._stage.backward_weight, microbatch)
-
-    def check_empty(self) -> None:
-        self._stage.check_empty()
+        part = () if units is None else (units,)
+        self._weigh(self._by_w, self._stage.backward_weight, microbatch, *part, weighs=units is None)
 
     def _weigh(
-        self, given_back: deque[int], backward: Callable[..., Tensor | None], *args: Any
+        self, given_back: deque[int], run: Callable[..., Tensor | None], *args: Any, weighs: bool = True
     ) -> Tensor | None:
-        if not self._profiler.watching:
-            return backward(*args)
-        before = self._profiler.in_use()
-        answer = backward(*args)
-        returned = 0 if answer is None else answer.untyped_storage().nbytes()
-        given_back.append(before - self._profiler.in_use() + returned)
+        """weighs: parts of a W are not weighed."""
+        before = self._profiler.in_use() if weighs and self._profiler.watching else None
+        answer = run(*args)
+        if before is not None:
+            returned = 0 if answer is None else answer.untyped_storage().nbytes()
+            given_back.append(before - self._profiler.in_use() + returned)
         return answer

@@ -225,7 +225,12 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
                 raise PlanError(f"iteration {iteration}: {error}") from None
         plan, lanes = plans[of_plan]
         begin = min(part.spans[0].start_s for part in parts if part.spans)
-        spans = tuple(tuple(_since(begin, one) for one in part.spans) for part in parts)
+        spans = tuple(
+            tuple(
+                OpTimes(one.start_s - begin, one.end_s - begin, one.wait_s, one.lane_s) for one in part.spans
+            )
+            for part in parts
+        )
         at_rest = None if lanes is None else tuple(part.header.at_rest or 0 for part in parts)
         links = tuple(part.header.link_ns for part in parts)
         read.append(MeasuredStep(iteration, pipeline, plan, lanes, spans, at_rest, links))
@@ -294,10 +299,6 @@ def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTim
             raise PlanError(f"{one!r:.40} is not seconds")
     start, end, wait, lane = map(float, times)
     return iteration, (*op[:7], pair), OpTimes(clock + start, clock + end, wait, lane)
-
-
-def _since(begin: float, span: OpTimes) -> OpTimes:
-    return dataclasses.replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin)
 
 
 def _plan(parts: Sequence[_RankPart]) -> tuple[Plan, Lanes | None]:
