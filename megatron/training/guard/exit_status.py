@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from megatron.command import as_called
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
-from megatron.core.schema import Place, check, fields_of, integer, or_null
+from megatron.core.schema import Place, check, fields_of, integer, or_null, words
 from megatron.training.guard.console import complain, show_bar
 
 EXIT_FILE = "exit.json"
@@ -106,19 +106,13 @@ class ExitRecord:
         return cls(status, reason, how_far.get("iteration"), how_far.get("checkpoint"), rank, requeue)
 
 
-def _words(value: Any, place: Place) -> None:
-    """A message may have any characters, and as many as the file."""
-    if not isinstance(value, str):
-        place.fail("text", value)
-
-
 def _status(value: Any, place: Place) -> None:
     integer()(value, place)
     if value not in {*ExitStatus, *(128 + number for number in signal.valid_signals())}:
         place.fail("an exit status", value)
 
 
-_OWN = {"status": _status, "reason": _words, "iteration": or_null(integer()), "checkpoint": or_null(_words)}
+_OWN = {"status": _status, "reason": words, "iteration": or_null(integer()), "checkpoint": or_null(words)}
 _SCHEMA = fields_of(ExitRecord, **_OWN)
 
 

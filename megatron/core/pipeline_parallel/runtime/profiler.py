@@ -21,14 +21,15 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     figures_of,
     median,
 )
+from megatron.core.pipeline_parallel.runtime.recorder import StepReader
 from megatron.core.protocols import Stage
 
 MOST_STEPS = 32  # that are kept; of more, the latest
 MOST_WEIGHINGS = 256  # of one stage and kind of backward
 
 
-class Profiler:
-    """A `StepReader` (runtime/recorder.py) of the steps start <= iteration < end, and of every `interval`th one.
+class Profiler(StepReader):
+    """Keeps the steps start <= iteration < end, and of every `interval`th one.
 
     interval: 0 = only the window, as on devices where measuring makes somebody wait. pipeline: world ranks of this
     rank's pipeline. transient_bytes: what the engine holds of weights and gradients that come and go; these are no
@@ -83,9 +84,6 @@ class Profiler:
         self._step = None
         if not step.repeated and NOT_RUN not in step.spans:
             self._steps.append(step)
-
-    def close(self) -> None:
-        """What was measured stays."""
 
     @property
     def watching(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.device import Device
 from megatron.core.pipeline_parallel.plan.ir import Plan
@@ -15,11 +15,12 @@ from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTime
 Region = Callable[[str], AbstractContextManager[Any]]  # a range of a profiler's trace, by its name
 
 
-class StepReader(Protocol):
+class StepReader:
     """Who is given steps that have run."""
 
     def begins(self, step: RankStep) -> bool:
         """A step begins, of which nothing is recorded yet; whether it is to be read."""
+        return True
 
     def looks(self) -> None:
         """An operation of a step that is read is through."""

@@ -12,13 +12,14 @@ from pathlib import Path
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import NOT_RUN, RankStep
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import file_name, header_line, op_lines
+from megatron.core.pipeline_parallel.runtime.recorder import StepReader
 from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
 
 
-class TimelineWriter:
-    """A `StepReader` (runtime/recorder.py) that writes one file a rank under `directory`, anew for each run.
+class TimelineWriter(StepReader):
+    """Writes one file a rank under `directory`, anew for each run.
 
     What an earlier run (also the one that is resumed) wrote there is moved to its subdirectory `old-1`, or the next
     number that is free, a timeline of its own. Communicates over the world: every rank makes one. Raises OSError, on
@@ -42,12 +43,6 @@ class TimelineWriter:
         self.at_rest = 0
         self._last: RankStep | None = None
         self._templates: list[str] = []
-
-    def begins(self, step: RankStep) -> bool:
-        return True
-
-    def looks(self) -> None:
-        """Nothing is read before the step's end."""
 
     def reads(self, step: RankStep) -> None:
         """Write what ran, in the order of the row, and a header where what it says has changed."""
