@@ -73,7 +73,7 @@ def _set_earlier_aside(directory: Path, ps: ParallelState) -> None:
             _move_aside(directory, sorted(directory.glob("rank-*.jsonl")))
         except OSError as error:
             failed = str(error)
-    failed = host_data.broadcast_json(failed, ps.control_group)
+    failed = host_data.all_gather_json(failed, ps.control_group)[0]
     if failed is not None:
         raise OSError(failed)
     mine = directory / file_name(ps.rank)

@@ -26,10 +26,9 @@ that waited for it, which took wait_s of computations and, of those before it, o
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,26 +237,18 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
 
 
 class _RankPart(NamedTuple):
-    """What one rank did in one step."""
+    """What one rank did in one step, of the last one of a file as far as it came."""
 
     iteration: int
     header: Header
-    ops: tuple[RawOp, ...]
-    spans: tuple[OpTimes, ...]
+    ops: list[RawOp]
+    spans: list[OpTimes]
 
 
-def _parts(file: Path) -> Iterator[_RankPart]:
-    """The steps of one file, of the last one as far as it came."""
-    for _, lines in itertools.groupby(_operations(file), key=lambda one: (id(one[0]), one[1])):
-        (header, iteration, *_), *_ = every = list(lines)
-        # A rank runs a plan's row from its beginning: a row that is full is followed by another step.
-        for first in range(0, len(every), header.num_ops):
-            _, _, ops, spans = zip(*every[first : first + header.num_ops], strict=True)
-            yield _RankPart(iteration, header, ops, spans)
-
-
-def _operations(file: Path) -> Iterator[tuple[Header, int, RawOp, OpTimes]]:
-    """Header, iteration, operation and times of each line; a last one that is not finished is left out."""
+def _parts(file: Path) -> list[_RankPart]:
+    """The steps of one file; a last line that is not finished is left out. A rank runs a plan's row from its beginning:
+    a row that is full is followed by another step."""
+    parts: list[_RankPart] = []
     header: Header | None = None
     with safe_files.opened(file) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE_BYTES), b""), 1):
@@ -270,10 +261,21 @@ def _operations(file: Path) -> Iterator[tuple[Header, int, RawOp, OpTimes]]:
                     continue
                 if header is None:
                     raise PlanError("an operation before the header")
-                found = _operation(content, header.clock_unix_s)
+                iteration, op, times = _operation(content, header.clock_unix_s)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
-            yield header, *found
+            last = parts[-1] if parts else None
+            if (
+                last is None
+                or last.iteration != iteration
+                or last.header is not header
+                or len(last.ops) == header.num_ops
+            ):
+                last = _RankPart(iteration, header, [], [])
+                parts.append(last)
+            last.ops.append(op)
+            last.spans.append(times)
+    return parts
 
 
 def _header(content: dict[str, Any]) -> Header:
@@ -303,7 +305,7 @@ def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTim
 
 def _plan(parts: Sequence[_RankPart]) -> tuple[Plan, Lanes | None]:
     """What all ranks of a pipeline ran. Raises PlanError for what no run can have written."""
-    header, rows = parts[0].header, tuple(part.ops for part in parts)
+    header, rows = parts[0].header, tuple(tuple(part.ops) for part in parts)
     try:
         residency, place = None, header.placement
         placement = Placement(place["kind"], place["ranks"], place["chunks"])
