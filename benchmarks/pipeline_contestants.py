@@ -35,6 +35,7 @@ from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs,
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
@@ -131,12 +132,13 @@ class OurPipeline:
         self.engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
         set_schedule(self.engine.optimizer.param_groups, LEARNING_RATE, WEIGHT_DECAY)
         self.profiler = Profiler(ps.device, ps.pp_group.ranks, start=2, end=2 + measured)
+        readers = [self.profiler, *(() if timeline is None else [TimelineWriter(timeline, ps)])]
         self.runner = PipelineRunner(
             SimpleNamespace(config=config, ps=ps, timers=Timers(0)),
             self.engine,
             _forward_step,
             config.planner(),
-            recorder=None if timeline is None else TimelineWriter(timeline, ps),
+            recorder=Recorder(ps.device, readers),
             profiler=self.profiler,
         )
         self.batches, self.iteration = _trainer_batches(work, ps.dp_rank), 0

@@ -60,6 +60,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P, Arrival, Message
 from megatron.core.pipeline_parallel.runtime.program import Key
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState
@@ -157,7 +158,8 @@ class Contestant:
         self.ps, self.iteration = ps, 0
         plan, costs, rank = simulation.plan, simulation.costs, ps.pp_rank
         place = plan.placement
-        self.writer = None if timeline is None else TimelineWriter(timeline, ps)
+        readers = [] if timeline is None else [TimelineWriter(timeline, ps)]
+        self.recorder = Recorder(ps.device, readers) if readers else None
         mine = [place.stage_of(rank, chunk) for chunk in range(place.num_chunks)]
         sharded = bool(simulation.timeline.lanes)
         self.engine = engine = SlowEngine(simulation, ps, channel.clock, self.log) if sharded else None
@@ -171,7 +173,7 @@ class Contestant:
             engine,
             units=engine and engine.units,
             boundaries=engine and engine.listener,
-            recorder=self.writer,
+            recorder=self.recorder,
         )
 
     def step(self) -> Step:
@@ -187,8 +189,8 @@ class Contestant:
         return Step(self.log[-1][1] - self.log[0][0], time.process_time() - cpu)
 
     def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def run_all(

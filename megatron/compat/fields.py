@@ -166,11 +166,10 @@ class ConfigFields:
     def values(self) -> dict[str, Any]:
         """What differs from defaults, by the names of flags, as these hold it. Raises ValueError."""
         names = [one.name for one in dataclasses.fields(self) if one.name in FIELDS]  # type: ignore[arg-type]
-        given = {name: getattr(self, name) for name in names}
         given = {
             name: one
-            for name, one in given.items()
-            if one is not None and not _is_same(one, FIELDS[name][1].default)
+            for name in names
+            if (one := getattr(self, name)) is not None and not _is_same(one, FIELDS[name][1].default)
         }
         if "num_query_groups" in given:
             given["group_query_attention"] = True  # which Megatron's class does not have

@@ -98,14 +98,28 @@ def dtype_of(config: Any) -> torch.dtype:
     return torch.bfloat16 if config.bf16 else torch.half if config.fp16 else config.params_dtype
 
 
-class _ParallelLayer(nn.Module):
-    """config: `ModelParallelConfig` or `TransformerConfig`. refused: arguments of Megatron's that ask for what is not
-    here. Weights start as one process has them, where torch's generator is the same on all ranks."""
+# Arguments that ask for what is not here.
+_NOT_HERE = {
+    "disable_grad_reduce",
+    "embedding_activation_buffer",
+    "grad_output_buffer",
+    "is_expert",
+    "keep_master_weight_for_test",
+}
 
-    def __init__(self, config: Any, tp_group: Any, **refused: Any) -> None:
+
+class _ParallelLayer(nn.Module):
+    """config: `ModelParallelConfig` or `TransformerConfig`. tp_comm_buffer_name is without effect. Weights start as one
+    process has them, where torch's generator is the same on all ranks."""
+
+    def __init__(
+        self, config: Any, tp_group: Any = None, tp_comm_buffer_name: str | None = None, **others: Any
+    ) -> None:
         super().__init__()
         name = type(self).__name__
-        if asked := [argument for argument, value in refused.items() if value]:
+        if unknown := others.keys() - _NOT_HERE:
+            raise TypeError(f"{name}: unknown arguments: {', '.join(unknown)}")
+        if asked := [argument for argument, value in others.items() if value]:
             raise ValueError(f"{name}({', '.join(asked)}): not here, leave it out; docs/roadmap.md")
         self.config, self.tp = config, tensor_parallel.ranks(f"{name}(tp_group)", tp_group)
         self.sequence_parallel = bool(config.sequence_parallel and self.tp.size > 1)
@@ -149,24 +163,11 @@ class ColumnLinear(_ParallelLayer):
         bias: bool = True,
         gather_output: bool = False,
         stride: int = 1,
-        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        embedding_activation_buffer: Any = None,
-        grad_output_buffer: Any = None,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        disable_grad_reduce: bool = False,
-        tp_group: Any = None,
+        **others: Any,
     ) -> None:
-        super().__init__(
-            *(config, tp_group),
-            embedding_activation_buffer=embedding_activation_buffer,
-            grad_output_buffer=grad_output_buffer,
-            disable_grad_reduce=disable_grad_reduce,
-            is_expert=is_expert,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-        )
+        super().__init__(config, **others)
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         if not skip_weight_param_allocation:
             self.weight = self._part(_started(init_method, output_size, input_size), 0, stride)
@@ -209,13 +210,9 @@ class RowLinear(_ParallelLayer):
         input_is_parallel: bool,
         skip_bias_add: bool,
         stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Any = None,
+        **others: Any,
     ) -> None:
-        kept = keep_master_weight_for_test
-        super().__init__(config, tp_group, is_expert=is_expert, keep_master_weight_for_test=kept)
+        super().__init__(config, **others)
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.weight = self._part(_started(init_method, output_size, input_size), 1, stride)
         if bias:

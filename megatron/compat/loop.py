@@ -88,7 +88,10 @@ def forward_backward(
     """
     (wrapped, *more), (batches, *_rest) = _listed(model), _listed(data_iterator)
     ps, inner, config = current(), unwrap_model(wrapped), get_model_config(wrapped)
-    _check_step(num_microbatches, MOST_FORWARDS // ps.pp_size)
+    most = MOST_FORWARDS // ps.pp_size
+    if not isinstance(num_microbatches, int) or not 1 <= num_microbatches <= most:
+        told = f"get_forward_backward_func()(num_microbatches={shown(num_microbatches)})"
+        raise ValueError(f"{told}: expects a whole number from 1 to {most}, which a step's plan holds")
     if more or config.calculate_per_token_loss or collect_non_loss_data:
         told = "one model a rank, TransformerConfig(calculate_per_token_loss=False), no collect_non_loss_data"
         raise ValueError(f"get_forward_backward_func()(model, ...): {told}")
@@ -119,12 +122,6 @@ def forward_backward(
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func([wrapped], None)
     return reports
-
-
-def _check_step(num_microbatches: Any, most: int) -> None:
-    if not isinstance(num_microbatches, int) or not 1 <= num_microbatches <= most:
-        told = f"get_forward_backward_func()(num_microbatches={shown(num_microbatches)})"
-        raise ValueError(f"{told}: expects a whole number from 1 to {most}, which a step's plan holds")
 
 
 def _listed(one: Any) -> list[Any]:
@@ -288,21 +285,17 @@ class MegatronOptimizer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `state_dict` has it. Raises OptimizerStateError."""
         mine, given = self._tensors(), state_dict.get("tensors", {})
-        if differing := [name for name in {**mine, **given} if _shape(mine, name) != _shape(given, name)]:
-            told = f"another layout's or model's, or none: {differing[0]} is {_shape(given, differing[0])}"
-            raise OptimizerStateError(
-                f"load_state_dict: tensors of {told}, here {_shape(mine, differing[0])}"
-            )
+        here, there = ({name: [*one.shape] for name, one in held.items()} for held in (mine, given))
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                told = f"another layout's or model's, or none: {name} is {there.get(name)}, here {here.get(name)}"
+                raise OptimizerStateError(f"load_state_dict: tensors of {told}")
         self.load_values(state_dict)
         for name, tensor in mine.items():
             tensor.copy_(given[name])
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f"{piece.name}{list(piece.offset)}": piece.tensor for piece in self.inner.pieces()}
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> list[int] | None:
-    return list(tensors[name].shape) if name in tensors else None
 
 
 def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *conditions: Any, **named: Any) -> Any:

@@ -27,17 +27,13 @@ from megatron.training.config.config import FIELDS
 
 _ACTIVATIONS = {("gelu", False): "", ("silu", True): "swiglu", ("gelu", True): "geglu"}  # (function, gated)
 # Fields that are no flags of the group; those without effect are about what is done otherwise here.
-_MORE_OF_PARALLEL: dict[str, Any] = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func")) | {
-    **{
-        "params_dtype": torch.float32,
-        "bf16": False,
-        "fp16": False,
-        "seed": 1234,
-        "deterministic_mode": False,
-    },
-}
-_MORE_OF_MODEL: dict[str, Any] = {
-    **{"num_query_groups": None, "activation_func": torch.nn.functional.gelu, "gated_linear_unit": False},
+_MORE_OF_PARALLEL: dict[str, Any] = dict.fromkeys(("finalize_model_grads_func", "grad_scale_func"))
+_MORE_OF_PARALLEL |= dict.fromkeys(("bf16", "fp16", "deterministic_mode"), False)
+_MORE_OF_PARALLEL |= {"params_dtype": torch.float32, "seed": 1234}
+_MORE_OF_MODEL = {
+    "num_query_groups": None,
+    "activation_func": torch.nn.functional.gelu,
+    "gated_linear_unit": False,
 }
 _REQUIRED = "num_layers", "hidden_size", "num_attention_heads"
 _OF_MODEL = [name for name, (group, _) in FIELDS.items() if group in ("model", "parallel")] + ["vocab_size"]
@@ -126,18 +122,16 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
                 f"{told}: give it those of initialize_model_parallel, {ps.tp_size} and {ps.pp_size}"
             )
         stages = split_stages(config.group(ParallelFlags), config.num_layers, chunks=1)
-        flags |= dict.fromkeys(("seq_length", "max_position_embeddings"), max_sequence_length)
+        flags |= dict.fromkeys(lengths := ("seq_length", "max_position_embeddings"), max_sequence_length)
         flags["untie_embeddings_and_output_weights"] = not share_embeddings_and_output_weights
         flags["group_query_attention"] = config.num_query_groups is not None
-        sizes = {"padded_vocab_size": vocab_size, "max_position_embeddings": max_sequence_length}
-        called = config.called | dict.fromkeys(
-            ("seq_length", "max_position_embeddings"), "max_sequence_length"
-        )
+        flags["padded_vocab_size"] = vocab_size
+        called = {**config.called, **dict.fromkeys(lengths, "max_sequence_length")}
         called["padded_vocab_size"] = "vocab_size"
         if unknown := flags.keys() - FIELDS.keys():
             raise TypeError(f"GPTModel: unknown arguments: {', '.join(unknown)}")
-        check_fields("GPTModel", config.values() | flags | sizes, _OF_MODEL, called)
-        made_with = dataclasses.replace(config.group(ModelFlags), **flags | sizes).resolved()
+        check_fields("GPTModel", config.values() | flags, _OF_MODEL, called)
+        made_with = dataclasses.replace(config.group(ModelFlags), **flags).resolved()
         super().__init__(
             made_with,
             padded_vocab_size=vocab_size,

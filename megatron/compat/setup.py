@@ -96,13 +96,20 @@ class StepScheduler(optimizer_param_scheduler.OptimizerParamScheduler):
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,
     ) -> None:
-        given: dict[str, Any] = {"lr": max_lr, "min_lr": min_lr, "lr_warmup_init": init_lr}
-        given |= {"lr_decay_samples": lr_decay_steps, "lr_decay_style": lr_decay_style}
-        given |= {"start_weight_decay": start_wd, "end_weight_decay": end_wd}
-        given |= {"weight_decay_incr_style": wd_incr_style}
-        given |= {"lr_wsd_decay_samples": wsd_decay_steps, "lr_wsd_decay_style": lr_wsd_decay_style}
-        called = {"lr": "max_lr", "lr_warmup_init": "init_lr", "weight_decay_incr_style": "wd_incr_style"}
-        called |= {"start_weight_decay": "start_wd", "end_weight_decay": "end_wd"}
+        called = {"lr": "max_lr", "lr_warmup_init": "init_lr", "start_weight_decay": "start_wd"}
+        called |= {"end_weight_decay": "end_wd", "weight_decay_incr_style": "wd_incr_style"}
+        given: dict[str, Any] = {
+            "lr": max_lr,
+            "min_lr": min_lr,
+            "lr_warmup_init": init_lr,
+            "lr_decay_samples": lr_decay_steps,
+            "lr_decay_style": lr_decay_style,
+            "start_weight_decay": start_wd,
+            "end_weight_decay": end_wd,
+            "weight_decay_incr_style": wd_incr_style,
+            "lr_wsd_decay_samples": wsd_decay_steps,
+            "lr_wsd_decay_style": lr_wsd_decay_style,
+        }
         given = {name: value for name, value in given.items() if value is not None}
         found = check_fields("OptimizerParamScheduler", given, ("decoupled_lr", "decoupled_min_lr"), called)
         needed = {"max_lr": max_lr, "min_lr": min_lr, "wd_mult": 1.0, "decoupled": False}

@@ -103,6 +103,7 @@ def _is_number(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+words = _rule("text", lambda one: isinstance(one, str))  # of any characters and length
 boolean = _rule("true or false", lambda one: isinstance(one, bool))
 
 

@@ -11,7 +11,6 @@ from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, Kind,
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     Figures,
     RankStep,
-    Times,
     costs_of,
     figures_of,
     slowest_pipeline,
@@ -21,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import Timeline
 
 NS_PER_S = 1e9
+Times = Sequence[float | None]  # by global stage, None where it has no such computation
 Spans = Sequence[Sequence[OpTimes]]  # by pipeline rank and place in its row
 
 
@@ -54,7 +54,7 @@ def figures_of_ranks(step: MeasuredStep) -> list[Figures]:
     """What the ranks of the run tell each other of the step."""
     links = step.link_ns or (0,) * len(step.spans)
     return [
-        figures_of([RankStep(step.iteration, step.plan, rank, spans)], step.pipeline, link_ns=link)
+        figures_of([RankStep(step.iteration, step.plan, rank, [*spans])], step.pipeline, link_ns=link)
         for rank, (spans, link) in enumerate(zip(step.spans, links, strict=True))
     ]
 

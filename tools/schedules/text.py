@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import Kind
-from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Times
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.words import plain
 from tools.schedules.held_over_time import activation_text, bars, summary
+from tools.schedules.overlay import Times
 
 _MAX_COLUMNS = 20_000  # of the bar of a rank
 

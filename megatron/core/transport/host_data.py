@@ -36,20 +36,6 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
     return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode(), group)]
 
 
-def broadcast_json(value: Any, group: Group, source: int = 0) -> Any:
-    """The value of the group's rank `source` on every rank, through JSON; what others pass is ignored."""
-    data = bytearray(json.dumps(value).encode()) if group.rank == source else bytearray()
-    if group.size > 1:
-        device = _device(group)
-        length = torch.tensor([len(data)], device=device)
-        collectives.broadcast(length, group, source)
-        data = data or bytearray(int(length.item()))  # sync: the size of host data
-        buffer = torch.frombuffer(data, dtype=torch.uint8).to(device)
-        collectives.broadcast(buffer, group, source)
-        data = bytearray(buffer.cpu().numpy().tobytes())
-    return json.loads(data)
-
-
 def _device(group: Group) -> torch.device:
     """Where small host data has to be for this group's backend to carry it."""
     return torch.device("cpu") if group.backend == "gloo" else group.device.torch_device

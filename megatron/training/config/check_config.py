@@ -206,7 +206,7 @@ def _pipeline(config: Config, spec: ScheduleSpec | None, unknown: str) -> _Secti
     layers = [f"  {line.removeprefix(' > ')}" for line in layer_map_lines(spec.stages, spec.placement)]
     known = not unknown  # by whose computations stages are weighed
     facts = pipeline_facts(spec, num_microbatches, with_bubble=known)
-    return facts, [*facts_lines(spec, num_microbatches, with_bubble=known), *layers]
+    return facts, [*facts_lines(facts), *layers]
 
 
 def _parameters(grid: RankGrid | None, total: int | None, stages: Sequence[int], why: str | None) -> _Section:

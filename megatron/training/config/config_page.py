@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.facts import activation_bytes
+from megatron.core.pipeline_parallel.plan.facts import order_of
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.sharding_table import ShardOver
 from megatron.core.words import NOT_KNOWN, counted, decimal, scaled, size_text
@@ -94,10 +95,11 @@ def _memory(report: Report, facts: Facts) -> str:
     at_rest = [each * per_rank[grid.rank({"pp": stage})] for stage in range(grid.pp)]
     told = "weights, gradients, optimizer's state"
     model, number = config.model_costs, (facts["pipeline"] or {}).get("microbatches")
-    peaks = model and spec and activation_bytes(spec, number, model.of_stages(spec.stages))
-    if not peaks:
+    found = order_of(spec, number) if spec else None
+    if model is None or spec is None or found is None:
         size, more = max(at_rest), _more_than_here(max(at_rest), config)
         return f"{size_text(size, digits=3)} a rank{more}: {told}; activations are not estimated"
+    peaks = dataclasses.replace(found, costs=model.of_stages(spec.stages)).peak_activation
     most = max((rests + peak, rests, peak) for rests, peak in zip(at_rest, peaks, strict=True))
     total, rests, peak = (size_text(size, digits=3) for size in most)
     gathered = "gathered weights, " if states.sharding.weights is not ShardOver.NONE else ""

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.catalog import (
     config_of,
 )
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.schema import Place, check, integer, number, one_of, or_null
+from megatron.core.schema import check, integer, number, one_of, or_null
 from megatron.interchange.foreign_checkpoint import EMBEDDING, Foreign, opener
 from megatron.interchange.megatron_folder import MegatronSource
 from megatron.training.config.config import FIELDS, Config
@@ -56,11 +56,6 @@ _LAYER = re.compile(r"model\.decoder\.layers\.([0-9]{1,6})\.")
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
 
 
-def _text(value: Any, place: Place) -> None:
-    if not isinstance(value, str):
-        place.fail("text", value)
-
-
 def _schema_of(field: dataclasses.Field[Any]) -> schema.Schema:
     """What a flag's value is in JSON, by the type that reads its words: null while nothing has given it."""
     kind, bounds = value_type(field.type), bounds_of(field)
@@ -70,7 +65,7 @@ def _schema_of(field: dataclasses.Field[Any]) -> schema.Schema:
         bool: schema.boolean,
         int: integer(-schema.MAX_INT, max(schema.MAX_INT, int(most))),
         float: number(high=most),
-        str: _text,
+        str: schema.words,
     }
     value = kinds[kind.kind]
     if kind.choices:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from megatron.command import as_called
 from megatron.core.safe_files import SHARED_MODE, publish_text, read_json
-from megatron.core.schema import Place, check, fields_of, integer, or_null
+from megatron.core.schema import Place, check, fields_of, integer, or_null, words
 from megatron.training.guard.console import complain, show_bar
 
 EXIT_FILE = "exit.json"
@@ -100,23 +100,10 @@ class ExitRecord:
     requeue: bool
 
     @classmethod
-    def of(
-        cls,
-        status: ExitStatus,
-        reason: str,
-        *,
-        rank: int,
-        iteration: int | None = None,
-        checkpoint: str | None = None,
-    ) -> ExitRecord:
-        """The record with the table's answer for `requeue`."""
-        return cls(status, reason, iteration, checkpoint, rank, status.requeue)
-
-
-def _words(value: Any, place: Place) -> None:
-    """A message may have any characters, and as many as the file."""
-    if not isinstance(value, str):
-        place.fail("text", value)
+    def of(cls, status: int, reason: str, *, rank: int, **how_far: Any) -> ExitRecord:
+        """The record with the table's answer for `requeue`. how_far: iteration, checkpoint."""
+        requeue = any(one == status and one.requeue for one in ExitStatus)
+        return cls(status, reason, how_far.get("iteration"), how_far.get("checkpoint"), rank, requeue)
 
 
 def _status(value: Any, place: Place) -> None:
@@ -125,7 +112,7 @@ def _status(value: Any, place: Place) -> None:
         place.fail("an exit status", value)
 
 
-_OWN = {"status": _status, "reason": _words, "iteration": or_null(integer()), "checkpoint": or_null(_words)}
+_OWN = {"status": _status, "reason": words, "iteration": or_null(integer()), "checkpoint": or_null(words)}
 _SCHEMA = fields_of(ExitRecord, **_OWN)
 
 
@@ -161,14 +148,23 @@ def write_exit_json(directory: str | Path, record: ExitRecord) -> Path:
     return target
 
 
-def leave_exit_json(directory: str | Path | None, record: ExitRecord, launcher: str | None = None) -> None:
+def leave_exit_json(
+    status: int,
+    reason: str,
+    directory: str | Path | None = None,
+    *,
+    rank: int,
+    launcher: str | None = None,
+    **how_far: Any,
+) -> None:
     """`write_exit_json` where it can be: a full disk must not hide how the run ended. directory: None writes none.
-    launcher: the folder of a second one, `LaunchEnv.record_of_attempt`."""
+    launcher: the folder of a second one, `LaunchEnv.record_of_attempt`. how_far: as `ExitRecord.of`."""
+    record = ExitRecord.of(status, reason, rank=rank, **how_far)
     for folder in (one for one in (directory, launcher) if one is not None):
         try:
             write_exit_json(folder, record)
         except OSError as problem:
-            _tell(f"[rank {record.rank}] {EXIT_FILE} could not be written to {folder}: {problem}")
+            _tell(f"[rank {rank}] {EXIT_FILE} could not be written to {folder}: {problem}")
 
 
 def tell_launcher(error_file: str | None, status: ExitStatus, text: str, *, printed: bool = False) -> bool:
@@ -221,18 +217,16 @@ def report_failure(
     table: StatusTable,
     *,
     rank: int,
-    directory: str | Path | None = None,
-    iteration: int | None = None,
-    checkpoint: str | None = None,
     diagnose: Callable[[], str] | None = None,
     error_file: str | None = None,
     launcher: str | None = None,
+    **of_record: Any,
 ) -> ExitStatus:
-    """Print the message of an exception (of bugs the traceback), write `exit.json` into `directory`, tell the launcher,
-    and return the status to exit with.
+    """Print the message of an exception (of bugs the traceback), write `exit.json`, tell the launcher, and return the
+    status to exit with.
 
-    diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose). launcher: see
-    `leave_exit_json`; one that reads records prints what refuses a run itself, once and last.
+    diagnose: called when a peer was lost, for the sentence that names it (Watchdog.diagnose). launcher, of_record: see
+    `leave_exit_json`; a launcher that reads records prints what refuses a run itself, once and last.
     """
     status, reason = status_of(error, table), as_called(str(error)) or type(error).__name__
     if status is ExitStatus.BUG:
@@ -253,8 +247,7 @@ def report_failure(
         reason = f"{found}; {reason}"  # who is to blame, then where it was missed
     if not left:
         tell_launcher(error_file, status, told, printed=True)
-    record = ExitRecord.of(status, reason, rank=rank, iteration=iteration, checkpoint=checkpoint)
-    leave_exit_json(directory, record, launcher)
+    leave_exit_json(status, reason, rank=rank, launcher=launcher, **of_record)
     return status
 
 
@@ -265,13 +258,7 @@ def _tell(text: str) -> None:
 
 
 def second_signal(
-    signum: int,
-    directory: str | Path | None,
-    *,
-    rank: int,
-    iteration: int | None,
-    checkpoint: str | None,
-    launcher: str | None = None,
+    signum: int, directory: str | Path | None, *, rank: int, checkpoint: str | None, **of_record: Any
 ) -> int:
     """The end of a run by a second signal: says so, writes `exit.json`, and returns the status to stop with.
 
@@ -282,8 +269,7 @@ def second_signal(
     show_bar(None)
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, f"[rank {rank}] {reason}; valid checkpoint: {checkpoint or 'none'}\n".encode())
-    requeue = checkpoint is not None
-    leave_exit_json(directory, ExitRecord(status, reason, iteration, checkpoint, rank, requeue), launcher)
+    leave_exit_json(status, reason, directory, rank=rank, checkpoint=checkpoint, **of_record)
     return status
 
 

@@ -15,6 +15,8 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
+from megatron.core.words import first_of
+
 RUNNING, FAILING, ENDED = "running", "failing", "ended"
 
 
@@ -81,16 +83,13 @@ def group_instance(group: str, ranks: Sequence[int]) -> str:
 def _pack(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Ranks of a group are nearly always evenly spaced: three numbers instead of thousands."""
     if len(ranks) > 3 and (stride := ranks[1] - ranks[0]):
-        if list(ranks) == list(range(ranks[0], ranks[-1] + (1 if stride > 0 else -1), stride)):
-            return {"range": [ranks[0], len(ranks), stride]}
+        if [*ranks] == [*range(ranks[0], end := ranks[0] + len(ranks) * stride, stride)]:
+            return {"range": [ranks[0], end, stride]}
     return list(ranks)
 
 
 def _unpack(packed: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
-    if isinstance(packed, dict):
-        first, count, stride = packed["range"]
-        return tuple(first + i * stride for i in range(count))
-    return tuple(packed)
+    return tuple(range(*packed["range"]) if isinstance(packed, dict) else packed)
 
 
 def diagnose(
@@ -102,11 +101,10 @@ def diagnose(
     """
     unseen = [rank for rank in range(world_size) if rank not in records and rank != mine.rank]
     if unseen:
-        more = f" and {len(unseen) - 8} more" if len(unseen) > 8 else ""
-        named = ", ".join(map(str, unseen[:8])) + more
+        named = first_of([*map(str, unseen)])
         return f"rank {named} never reported: not started, or lost before the first record"
-    others = [record for _, record in sorted(records.items()) if record.rank != mine.rank]
-    ended = [record for record in records.values() if record.state == ENDED and record.rank != mine.rank]
+    others = [record for rank, record in sorted(records.items()) if rank != mine.rank]
+    ended = [record for record in others if record.state == ENDED]
     for record in ended:
         if record.reason:
             return f"{record.name} ended at {record.place}: {record.reason}"

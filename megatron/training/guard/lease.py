@@ -19,7 +19,6 @@ than a minute finds another's lease, or none, and stops: every save asks, before
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -63,7 +62,9 @@ def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
         holder, waited_s = found.holder, time.monotonic() - began
         assert holder is not None, f"{found}: held by nobody"
         is_same_job = me.run_id is not None and holder.run_id == me.run_id and waited_s <= PATIENCE_S
-        is_silent = _may_be_dead(found) and first in (None, (holder.token, found.beat_s))
+        # Only time can tell where neither the date nor this machine's processes do.
+        may_be_dead = found.is_ahead and not holder.machine == this_machine() != ""
+        is_silent = may_be_dead and first in (None, (holder.token, found.beat_s))
         if is_silent and waited_s > STALE_S:
             why = f"{found.heartbeat} and not renewed for {waited_s:.0f} s"
             if _take_over(folder, found, me):
@@ -85,13 +86,6 @@ def take(folder: Path, me: Holder, say: Callable[[str], None]) -> None:
             )
             say(f" > --save {folder}: waiting for {whom} ({holder.name}){more}")
         waiting.pause(_POLL_S)
-
-
-def _may_be_dead(found: FoundLease) -> bool:
-    """Whether only time can tell: neither the date nor this machine's processes do."""
-    holder = found.holder
-    is_here = holder is not None and holder.machine == this_machine() != ""
-    return found.is_ahead and not is_here
 
 
 def _try(folder: Path, me: Holder, say: Callable[[str], None]) -> FoundLease | None:
@@ -122,25 +116,17 @@ def _take_over(folder: Path, judged: FoundLease, me: Holder) -> bool:
     meanwhile, or has had a heartbeat."""
     claims = _claim(folder, judged.holder, me)
     try:
-        if not claims or not _is_there(folder, judged):
+        if not claims or read(folder / LEASE_FILE) != (judged.holder, judged.beat_s):
             return False
         publish_text(folder / LEASE_FILE, me.to_json())
         mine = _claim_path(folder, me)
-        if not _is_made_by(claims[-1], me) or os.path.lexists(mine):
+        if read(claims[-1])[0] != me or os.path.lexists(mine):
             os.unlink(folder / LEASE_FILE)  # this process was stopped for a minute, right here
             return False
         claims += folder.glob(_claim_pattern("*"))  # of processes that died behind such a line
         return True
     finally:
         _give_up(claims)
-
-
-def _is_there(folder: Path, judged: FoundLease) -> bool:
-    try:
-        holder, beat_s = read(folder / LEASE_FILE)
-    except FileNotFoundError:
-        return False
-    return (holder, beat_s) == (judged.holder, judged.beat_s)
 
 
 def _claim_pattern(token: str) -> str:
@@ -171,12 +157,6 @@ def _claim(folder: Path, holder: Holder | None, me: Holder) -> list[Path]:
             break
         holder = found.holder
     return []
-
-
-def _is_made_by(path: Path, me: Holder) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return read(path)[0].token == me.token
-    return False
 
 
 def _give_up(claims: Iterable[Path]) -> None:
@@ -235,10 +215,7 @@ class Lease:
 
     def _touch(self) -> Holder | None:
         """Who holds the lease; a heartbeat where it is this run. Another's lease is never touched."""
-        try:
-            return read(self._folder / LEASE_FILE, renewed_by=self._me.token)[0]
-        except FileNotFoundError:
-            return None
+        return read(self._folder / LEASE_FILE, renewed_by=self._me.token)[0]
 
     def _keep(self) -> None:
         while not self._released.wait(HEARTBEAT_S):

@@ -129,9 +129,8 @@ class FoundLease(NamedTuple):
 
 def look(folder: Path, name: str = LEASE_FILE) -> FoundLease:
     """What holds a folder, or the claim of this name. Raises OSError."""
-    try:
-        holder, beat_s = read(folder / name)
-    except FileNotFoundError:
+    holder, beat_s = read(folder / name)
+    if holder is None:
         return FoundLease(LeaseState.FREE)
     with tempfile.TemporaryFile(dir=folder) as probe:  # dated by the clock that dates the folder's files
         probe.write(b"\n")
@@ -142,10 +141,12 @@ def look(folder: Path, name: str = LEASE_FILE) -> FoundLease:
     return FoundLease(state, holder, age_s, beat_s)
 
 
-def read(path: Path, renewed_by: str = "") -> tuple[Holder, float]:
-    """The holder and its newest heartbeat. renewed_by: a token, whose lease gets a heartbeat. Raises OSError."""
-    with open_regular(path) as fd:
+def read(path: Path, renewed_by: str = "") -> tuple[Holder | None, float]:
+    """The holder and its newest heartbeat; (None, 0) without a file. renewed_by: a token, whose lease gets a heartbeat.
+    Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as fd:
         holder, beat_s = Holder.from_json(os.read(fd, _MAX_BYTES)), os.fstat(fd).st_mtime
         if renewed_by and holder.token == renewed_by:
             os.utime(fd)
-    return holder, beat_s
+        return holder, beat_s
+    return None, 0.0

@@ -100,7 +100,7 @@ def _await_listener(env: LaunchEnv, timeout: datetime.timedelta) -> None:
 def _connect(env: LaunchEnv, hosts: bool) -> dist.TCPStore:
     """The store itself. Raises LaunchEnvError where there is none."""
     found = _made(env, hosts)
-    if hosts and _is_taken(found):
+    if hosts and isinstance(found, Exception) and "EADDRINUSE" in str(found):
         # Perhaps by another process of this launch that was told to be rank 0: the meeting names both.
         other = _made(env, hosts=False, answer_s=NEIGHBOUR_S)
         if isinstance(other, dist.TCPStore) and _is_met_at(other, env):
@@ -141,10 +141,6 @@ def _made(env: LaunchEnv, hosts: bool, answer_s: float = ANSWER_S) -> dist.TCPSt
             thread.join(0.1)
             waiting.pause(0.0)
     return made[0] if made else TimeoutError(f"no answer within {answer_s * 1.5:g} s")
-
-
-def _is_taken(found: dist.TCPStore | Exception) -> bool:
-    return isinstance(found, Exception) and "EADDRINUSE" in str(found)
 
 
 def _unusable(env: LaunchEnv, hosts: bool, why: str) -> str:

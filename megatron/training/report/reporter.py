@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.config.config import train_step_flops
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
@@ -33,10 +33,11 @@ COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 _OF_THE_STEP = ("learning_rate", "decoupled_learning_rate", "loss_scale", "grad_norm", "num_zeros")
 
 
-def report_model(session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int) -> int:
+def report_model(session: Session, engine: Engine, num_microbatches: int) -> int:
     """The number of parameters. num_microbatches: of the first step. Communicates over the world. Raises TrainingExit
     where ranks have come to different plans, ConfigurationError where there is none for these units."""
-    metas, facts = engine.param_meta.values(), _plan_facts(session, spec, engine, num_microbatches)
+    metas, facts = engine.param_meta.values(), _plan_facts(session, engine, num_microbatches)
+    spec = session.planner.spec
     session.open_log()
     total = _report_parameters(session, engine)
     session.print_rank_last(metrics.plan_line(facts), brief=metrics.plan_in_words(facts))
@@ -74,11 +75,9 @@ def log_memory(session: Session, engine: Engine, when: str) -> None:
         session.print_rank_0(*metrics.memory_lines(when, engine.memory_tracker.lines()))
 
 
-def _plan_facts(
-    session: Session, spec: ScheduleSpec, engine: Engine, num_microbatches: int
-) -> dict[str, Any]:
+def _plan_facts(session: Session, engine: Engine, num_microbatches: int) -> dict[str, Any]:
     """Of the plan, and of what each rank of the world holds; docs/logging.md has the keys."""
-    parallel = session.config.parallel
+    parallel, spec = session.config.parallel, session.planner.spec
     validated = parallel.enable_optimizer_post_validation
     purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
     try:

@@ -41,7 +41,6 @@ from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console, on_terminal, terminal_width
 from megatron.training.guard.exit_status import (
-    ExitRecord,
     ExitStatus,
     leave_exit_json,
     stopped_status,
@@ -200,8 +199,8 @@ def _record_refusal(
     writes = (
         env.local_rank == env.rank and save is not None and os.path.isdir(save) and not is_held(Path(save))
     )
-    record = ExitRecord.of(status, reason, rank=env.rank)
-    leave_exit_json(save if writes else None, record, env.record_of_attempt)
+    folder = save if writes else None
+    leave_exit_json(status, reason, folder, rank=env.rank, launcher=env.record_of_attempt)
 
 
 def last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
@@ -211,10 +210,8 @@ def last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
     if env.local_rank == 0:
         with contextlib.suppress(OSError):
             os.write(2, f"[rank {env.rank}] stopped (exit status {int(status)}): {stop}\n".encode())
-    if env.local_rank == 0:
-        writes = env.rank == 0 and save is not None and not is_held(Path(save))
-        record = ExitRecord.of(status, str(stop), rank=env.rank)
-        leave_exit_json(save if writes else None, record, env.record_of_attempt)
+        folder = None if env.rank or save is None or is_held(Path(save)) else save
+        leave_exit_json(status, str(stop), folder, rank=env.rank, launcher=env.record_of_attempt)
     return int(status)
 
 

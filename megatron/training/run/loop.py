@@ -105,7 +105,7 @@ class TrainingLoop:
         """What the log says of a run first; then its checkpoint, data, and who reports."""
         parts, session, config, state = self._parts, self._session, self._config, self.state
         num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
-        parameters = report_model(session, parts.pipeline.spec, parts.engine, num_microbatches)
+        parameters = report_model(session, parts.engine, num_microbatches)
         self._measuring = Measuring(parts)
         self._measuring.report_residency(num_microbatches)
         self.checkpoints.load()

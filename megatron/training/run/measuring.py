@@ -7,6 +7,7 @@ Weights keep their bits: an order of operations does not change sums.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
@@ -104,11 +105,10 @@ class Measuring:
         if (profiler := self._pipeline.profiler) is None or len(self._session.ps.pp_group.ranks) == 1:
             return None
         told = self._session.gather(profiler.figures_of_step(task.iteration))
-        plan, figures = profiler.plan_of_step(task.iteration), [one for one in told if one is not None]
-        if plan is None or len(figures) < len(told):
+        step, figures = profiler.step_of(task.iteration), [one for one in told if one is not None]
+        if step is None or len(figures) < len(told):
             return None
-        wire = self._pipeline.wire
-        return Bubbles.of(figures, plan, None if wire is None else self._pipeline.spec.with_lanes(wire))
+        return Bubbles.of(figures, step.plan, self._pipeline.spec.with_lanes(self._pipeline.wire))
 
     def _in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
         """By which activations are counted."""
@@ -118,22 +118,22 @@ class Measuring:
         pipeline, profiler = self._pipeline, self._pipeline.profiler
         if pipeline.spec.residency is None or (ran := pipeline.ran(task.iteration)) is None:
             return None
-        in_bytes = self._in_bytes(ran.spec)
-        asked = ran.spec, task.num_microbatches, ran.purpose, self._at_rest, in_bytes, pipeline.planner.costs
-        rank = planned_residency(*asked, pipeline.wire).rank
-        figures = None if profiler is None else profiler.figures_of_step(task.iteration)
-        activations = 0 if figures is None else figures["peak_bytes"]
+        asked = ran.spec, task.num_microbatches, ran.purpose, self._at_rest, self._in_bytes(ran.spec)
+        planned = functools.partial(planned_residency, *asked, pipeline.planner.costs, pipeline.wire)
+        step = None if profiler is None else profiler.step_of(task.iteration)
         facts = ran.with_new_weights, ran.repeated  # a rank may have stepped that others waited with
         held, moves = dataclasses.asdict(ran.held), dataclasses.asdict(ran.moves)
+        activations = 0 if step is None else step.peak_bytes
         told = self._session.gather([self._session.ps.pp_rank, facts, activations, held, moves])
+        rank = planned().rank
         mine = [one[1:] for one in told if one[0] == rank]
         (changed, repeated), *_ = mine[0]
-        planned = planned_residency(*asked, pipeline.wire, weights_changed=changed, repeated=repeated)
         measured = max((HeldBytes(**held) for *_, held, _ in mine), key=lambda one: one.total)
         # The one that has waited longest.
         longest = max((StepMoves(**moves) for *_, moves in mine), key=lambda one: one.exposed_share or 0.0)
         most = max(activations for _, activations, *_ in mine)
-        return StepResidency(task.iteration, planned, measured, most or None, longest)
+        found = planned(weights_changed=changed, repeated=repeated)
+        return StepResidency(task.iteration, found, measured, most or None, longest)
 
     def _move_window(self, start: int) -> None:
         self._start = start
@@ -147,8 +147,8 @@ class Measuring:
         chunks, schedule = self._parts.engine.chunks, pipeline.spec.schedule
         splits = all(unsplittable(chunk.module, schedule) is None for chunk in chunks)
         # The next iteration may have run already: it is none of the window's.
-        pipeline.measure_link()
-        gathered = session.gather([profiler.local_figures(iteration), splits])
+        link_ns = pipeline.measure_link()
+        gathered = session.gather([profiler.local_figures(iteration, link_ns), splits])
         profiler.forget(iteration)
         figures = [one for one, _ in gathered if one is not None]
         if len(figures) < len(gathered):  # iterations were skipped, or broke off: measure the next ones

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBound
 from megatron.core.pipeline_parallel.runtime.executor import Executor, Handler
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
-from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Recorders, Region
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
@@ -72,8 +72,8 @@ class RanStep:
 class PipelineRunner:
     """Runs the microbatches of steps and evaluations through this rank's stages.
 
-    planner: of its steps. recorder: of the measured timeline, if any. profiler: of what the schedule is solved again
-    for, if it is to be measured. validator: to be set before the first `train_and_step`.
+    planner: of its steps. recorder: for who reads steps, if anybody. profiler: of these, for the schedule to be solved
+    again by. validator: to be set before the first `train_and_step`.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class PipelineRunner:
         self._ps, self._timers, self._engine = session.ps, session.timers, engine
         self._forward_step = forward_step
         self._per_token_loss = session.config.model.calculate_per_token_loss
-        recorders = [one for one in (recorder, profiler) if one is not None]
-        self._recorder = Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
+        self._recorder = recorder
         self.region: Region | None = None  # of a profiler, while one runs
         self._channel = P2P(session.ps)
         self.validator: PostValidator | None = None
@@ -197,12 +196,13 @@ class PipelineRunner:
     def spec(self) -> ScheduleSpec:
         return self.planner.spec
 
-    def measure_link(self) -> None:
-        """What a message takes on the slowest of this rank's links, for whoever measures steps. Communicates over the
+    def measure_link(self) -> int:
+        """ns that a message takes on the slowest of this rank's links, for readers of steps too. Communicates over the
         pipeline, between steps, of which there has been one."""
         found = self._channel.ping()
         if self._recorder is not None:
             self._recorder.message_takes(found)
+        return found
 
     def close(self) -> None:
         """The run is over: close the recorder."""
@@ -310,7 +310,7 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
         check_validated(session, planner, engine)
     directory = session.config.logging.log_pipeline_timeline
     try:
-        recorder = None if directory is None else TimelineWriter(Path(directory), session.ps)
+        writer = None if directory is None else TimelineWriter(Path(directory), session.ps)
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
     profiler = None
@@ -326,14 +326,9 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
             interval=session.config.logging.log_interval,
             transient_bytes=lambda: sum(live(kind) for kind in ("gathered", "grads", "extra")),
         )
-    runner = PipelineRunner(
-        session,
-        engine,
-        forward_step,
-        planner,
-        recorder=recorder,
-        profiler=profiler,
-    )
-    if recorder is not None:
-        recorder.lanes, recorder.at_rest = runner.spec.with_lanes(runner.wire), engine.persistent_bytes()
+    readers = [one for one in (writer, profiler) if one is not None]
+    recorder = Recorder(session.device, readers) if readers else None
+    runner = PipelineRunner(session, engine, forward_step, planner, recorder=recorder, profiler=profiler)
+    if writer is not None:
+        writer.lanes, writer.at_rest = runner.spec.with_lanes(runner.wire), engine.persistent_bytes()
     return runner

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
-from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits, limit_lines, reason_lines
+from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
-from megatron.core.words import counted, size_text
+from megatron.core.words import counted, plain, size_text
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.planner import Planner
@@ -24,10 +24,13 @@ def settle(session: Session, planner: Planner, engine: Engine) -> None:
     """
     config, tell = session.config, session.print_rank_0
     spec, parallel = planner.spec, config.parallel
-    speeds = parallel.achieved_tflops, parallel.dp_bandwidth_gb_per_s
-    candidates = reason_lines(spec, parallel.rank_memory_limit, *speeds)
-    by = "" if parallel.rank_memory_limit is None else " under --rank-memory-limit"
-    tell(*candidates, brief=f" > plan chosen{by}: {spec.schedule}; every candidate is in the log file")
+    candidates, by, under = list(spec.reasons), "--pipeline-schedule auto", ""
+    if parallel.rank_memory_limit is not None:
+        by, under = f"--rank-memory-limit {parallel.rank_memory_limit}", " under --rank-memory-limit"
+        speeds = f"{plain(parallel.achieved_tflops)} TFLOP/s, {plain(parallel.dp_bandwidth_gb_per_s)} GB/s"
+        candidates.insert(0, f"planned for {speeds} (--achieved-tflops, --dp-bandwidth-gb-per-s)")
+    chosen = f" > plan chosen{under}: {spec.schedule}; every candidate is in the log file"
+    tell(*(f" > {by}: {line}" for line in candidates), brief=chosen)
     if planner.model.asks_device(spec):
         total = session.device.total_bytes()
         if total is not None:
@@ -39,7 +42,15 @@ def settle(session: Session, planner: Planner, engine: Engine) -> None:
     for chunk in engine.chunks:
         if chunk.sink is not None:
             chunk.sink.keeps_gathered = spec.keeps_gathered
-    tell(*limit_lines(spec, sequence_parallel=parallel.sequence_parallel))
+    if spec.keeps_gathered:
+        tell(" > the limit has room for gathered inputs: kept for W, not gathered again")
+    elif parallel.sequence_parallel and spec.splits_backward and spec.limits is None:
+        tell(
+            " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
+        )
+    if spec.limits is not None:
+        shown = ", ".join(map(spec.describe_activation, spec.limits))
+        tell(f" > limit of activations by pipeline rank: {shown}{'' if spec.estimated else ' activations'}")
     if (told := bound_lines(spec, config.batch_schedule().num_microbatches(0))) is not None:
         tell(told[0], brief=told[1])
 

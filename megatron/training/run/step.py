@@ -31,6 +31,8 @@ from megatron.training.state import StepResult, StepTask
 class Attempt:
     """One run of a step's microbatches, gradients reduced: what is decided by. num_zeros: where they are counted."""
 
+    task: StepTask
+    loss_scale: float
     totals: Totals
     divisor: float
     norm: float
@@ -60,7 +62,7 @@ class StepRunner:
         batches.begin_step()
         attempt = self._attempt(batches, task)
         verdict = self.verdict(nonfinite=attempt.nonfinite and self.checks)
-        return [self.conclude(attempt, verdict, batches, task)]
+        return [self.conclude(attempt, verdict, batches)]
 
     def settle(self, batches: StepBatches) -> Iterable[StepResult]:
         """Decide on what is not decided on: before weights are saved or evaluated."""
@@ -72,18 +74,13 @@ class StepRunner:
         return self.parts.policy.decide(nonfinite=nonfinite, rerun=rerun, scale_at_minimum=at_minimum)
 
     def conclude(
-        self,
-        attempt: Attempt,
-        verdict: Verdict,
-        batches: StepBatches,
-        task: StepTask,
-        rolled_back: bool = False,
+        self, attempt: Attempt, verdict: Verdict, batches: StepBatches, rolled_back: bool = False
     ) -> StepResult:
         """Do as decided with a step whose gradients are there, and that has changed nothing, or nothing any more
         (rolled_back). Raises NonFiniteError, NonFiniteWeightsError."""
-        engine, loss_scale = self.engine, self.engine.scaler.scale
+        engine, task = self.engine, attempt.task
         if verdict.decision is StepAction.RERUN:
-            attempt, verdict = self._rerun(attempt, batches, task)
+            attempt, verdict = self._rerun(attempt, batches)
         if verdict.decision is StepAction.ABORT:
             numbers = self.parts.pipeline.train(batches, task, reduce_gradients=False)
             site = find_site(numbers.first_nonfinite_microbatch, engine, self.ps)
@@ -95,29 +92,21 @@ class StepRunner:
                 check = WeightCheck(engine.optimizer)
                 engine.model.weights_changed()
                 check.passed(f"iteration {task.iteration}")
-        return self.counted(attempt, verdict, task, loss_scale, rolled_back, self.parts.clock.now())
+        return self.counted(attempt, verdict, rolled_back, self.parts.clock.now())
 
-    def counted(
-        self,
-        attempt: Attempt,
-        verdict: Verdict,
-        task: StepTask,
-        loss_scale: float,
-        rolled_back: bool,
-        ended_at: float,
-    ) -> StepResult:
+    def counted(self, attempt: Attempt, verdict: Verdict, rolled_back: bool, ended_at: float) -> StepResult:
         """Move the clocks of a step that is as it will stay: loss scale, learning rate."""
         engine, skipped = self.engine, verdict.decision is StepAction.SKIP
         engine.scaler.update(skipped)
         if not skipped:
             engine.scheduler.step(
-                task.num_microbatches * self.config.training.micro_batch_size * self.ps.dp_size
+                attempt.task.num_microbatches * self.config.training.micro_batch_size * self.ps.dp_size
             )
         return StepResult(
-            task,
+            attempt.task,
             losses=attempt.totals.losses,
             flags=attempt.totals.flags,
-            loss_scale=loss_scale,
+            loss_scale=attempt.loss_scale,
             learning_rate=engine.scheduler.lr,
             decoupled_learning_rate=engine.scheduler.decoupled_lr,
             grad_norm=None if skipped else attempt.norm,
@@ -158,12 +147,13 @@ class StepRunner:
             counts = self.config.logging.log_num_zeros_in_grad
             stats = self.engine.optimizer.prepare(divisor, count_zero_grads=counts)
         nonfinite = totals.nonfinite_microbatches > 0 or stats.nonfinite
-        return Attempt(totals, divisor, stats.norm, nonfinite, stats.num_zeros)
+        of_gradients = divisor, stats.norm, nonfinite, stats.num_zeros
+        return Attempt(task, self.engine.scaler.scale, totals, *of_gradients)
 
-    def _rerun(self, first: Attempt, batches: StepBatches, task: StepTask) -> tuple[Attempt, Verdict]:
+    def _rerun(self, first: Attempt, batches: StepBatches) -> tuple[Attempt, Verdict]:
         """The same step again, from the same weights, batches and dropout masks."""
         before = step_digest(first.totals.losses, self.engine)
-        second = self._attempt(batches, task)
+        second = self._attempt(batches, first.task)
         after = step_digest(second.totals.losses, self.engine)
         result = compare_rerun(before, after, second_nonfinite=second.nonfinite)
         # Equal digests on one rank say nothing of another: one differing rank makes the result differ.

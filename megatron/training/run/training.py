@@ -21,9 +21,17 @@ from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.limits import SystemLimitError, limit_behind
 from megatron.training.config.problems import ConfigurationError
-from megatron.training.guard import exit_status
 from megatron.training.guard.console import guard_console
-from megatron.training.guard.exit_status import ExitRecord, ExitStatus, TrainingExit
+from megatron.training.guard.exit_status import (
+    ExitStatus,
+    TrainingExit,
+    hard_exit,
+    leave_exit_json,
+    report_failure,
+    second_signal,
+    status_of,
+    stopped_status,
+)
 from megatron.training.guard.run_folder import OutputPathError, RunFolder
 from megatron.training.guard.signals import SignalHandler, StopRequested
 from megatron.training.guard.startup_check import StartupMismatchError
@@ -38,24 +46,25 @@ from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
 from megatron.training.run.session import initialize
 
+_ERRORS = {
+    ExitStatus.CONFIGURATION: (
+        ConfigurationError,
+        LaunchEnvError,
+        StartupMismatchError,
+        MissingPackageError,
+        OutputPathError,
+        SystemLimitError,
+        ScheduleError,
+        ModelError,
+    ),
+    ExitStatus.CHECKPOINT: (CheckpointError, OptimizerStateError, GradScalerStateError),
+    ExitStatus.NON_FINITE: (NonFiniteWeightsError,),
+    ExitStatus.RERUN_INVALID: (ReplicaMismatchError,),
+    ExitStatus.DATA: (DataError, TokenizerError),
+    ExitStatus.PEER_LOST: (PeerLostError, OrphanedError),
+}
 STATUS_TABLE: Mapping[type[BaseException], ExitStatus] = {
-    ConfigurationError: ExitStatus.CONFIGURATION,
-    LaunchEnvError: ExitStatus.CONFIGURATION,
-    StartupMismatchError: ExitStatus.CONFIGURATION,
-    MissingPackageError: ExitStatus.CONFIGURATION,
-    OutputPathError: ExitStatus.CONFIGURATION,
-    SystemLimitError: ExitStatus.CONFIGURATION,
-    ScheduleError: ExitStatus.CONFIGURATION,
-    ModelError: ExitStatus.CONFIGURATION,
-    CheckpointError: ExitStatus.CHECKPOINT,
-    OptimizerStateError: ExitStatus.CHECKPOINT,
-    GradScalerStateError: ExitStatus.CHECKPOINT,
-    NonFiniteWeightsError: ExitStatus.NON_FINITE,
-    ReplicaMismatchError: ExitStatus.RERUN_INVALID,
-    DataError: ExitStatus.DATA,
-    TokenizerError: ExitStatus.DATA,
-    PeerLostError: ExitStatus.PEER_LOST,
-    OrphanedError: ExitStatus.PEER_LOST,
+    error: status for status, errors in _ERRORS.items() for error in errors
 }
 # Raised on every rank alike, with the same message: one rank of a machine says it.
 RAISED_ALIKE = (
@@ -154,37 +163,35 @@ class _Run:
         """Say why, leave exit.json, and end without waiting for anybody."""
         self.guard.close()
         watchdog = None if self.session is None else self.session.watchdog
-        if exit_status.status_of(error, STATUS_TABLE) is ExitStatus.BUG:
+        if status_of(error, STATUS_TABLE) is ExitStatus.BUG:
             error = limit_behind(error) or error
         is_stopped = isinstance(error, StopRequested)
         if is_stopped:
-            error = TrainingExit(exit_status.stopped_status(self.config.checkpoint.save), str(error))
-        status = exit_status.status_of(error, STATUS_TABLE)
+            error = TrainingExit(stopped_status(self.config.checkpoint.save), str(error))
+        status = status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
-            diagnose = None if watchdog is None else watchdog.diagnose
-            self._report(error, diagnose=diagnose)
+            self._report(error, None if watchdog is None else watchdog.diagnose)
         elif is_stopped:  # perhaps no other rank was
-            self._leave_record(status, str(error))
+            leave_exit_json(status, str(error), **self._record_of(status))
         if watchdog is not None and status is not ExitStatus.PEER_LOST:
             watchdog.close(reason=str(error))
         self.folder.release()
-        exit_status.hard_exit(status)
+        hard_exit(status)
 
     def _end_aside(self, error: Exception) -> NoReturn:
         """The same from a side thread, while the main one may be in a collective: this rank must not go on."""
-        status = exit_status.status_of(error, STATUS_TABLE)
+        status = status_of(error, STATUS_TABLE)
         try:
             self._report(error)
             if self.session is not None:
                 self.session.watchdog.close(reason=str(error))
             self.folder.release()
         finally:
-            exit_status.hard_exit(status)
+            hard_exit(status)
 
     def _report(self, error: BaseException, diagnose: Callable[[], str] | None = None) -> None:
-        record = self._record_of(exit_status.status_of(error, STATUS_TABLE))
-        files = {"error_file": self.env.error_file, **record}
-        exit_status.report_failure(error, STATUS_TABLE, diagnose=diagnose, **files)
+        record = self._record_of(status_of(error, STATUS_TABLE))
+        report_failure(error, STATUS_TABLE, diagnose=diagnose, error_file=self.env.error_file, **record)
 
     def _record_of(self, status: ExitStatus) -> dict[str, Any]:
         """Where an exit record goes, and what it says of the run: this rank, its last completed iteration, the newest
@@ -207,23 +214,19 @@ class _Run:
 
     def _second_signal(self, signum: int) -> int:
         """Last words in the signals' thread."""
-        status = exit_status.second_signal(signum, **self._record_of(ExitStatus.STOPPED))
+        status = second_signal(signum, **self._record_of(ExitStatus.STOPPED))
         self.folder.release()
         return status
-
-    def _leave_record(self, status: ExitStatus, reason: str, *, in_folder: bool = True) -> None:
-        """exit.json for the launcher, and in the run's folder."""
-        how_far = self._record_of(status)
-        directory, launcher = how_far.pop("directory"), how_far.pop("launcher")
-        record = ExitRecord.of(status, reason, **how_far)
-        exit_status.leave_exit_json(directory if in_folder else None, record, launcher)
 
     def end(self, ending: Ending) -> None:
         """All ranks leave together; status 0 returns to the caller."""
         assert self.session is not None, "a run ended before it began"
         self.guard.close()
         if self.env.local_rank == 0:
-            self._leave_record(ending.status, ending.reason, in_folder=self.env.rank == 0)
+            record = self._record_of(ending.status)
+            if self.env.rank:
+                record["directory"] = None
+            leave_exit_json(ending.status, ending.reason, **record)
         self.session.close()
         global_vars.unset_global_variables()
         if ending.status is not ExitStatus.DONE:

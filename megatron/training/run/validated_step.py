@@ -102,11 +102,12 @@ class ValidatedStepRunner(StepRunner):
             totals = step.numbers.reduce(self.ps, step.task.flags)
             self._begins(step.task.iteration)
             attempt = self._of_outcome(step, outcome, totals)
-            yield self.conclude(attempt, verdict, batches, step.task, outcome.rolled_back)
+            yield self.conclude(attempt, verdict, batches, outcome.rolled_back)
 
     def _of_outcome(self, step: _Undecided, outcome: StepOutcome, totals: Totals) -> Attempt:
         num_zeros = outcome.num_zeros if self.config.logging.log_num_zeros_in_grad else None
-        return Attempt(totals, step.divisor, outcome.norm, outcome.nonfinite, num_zeros)
+        of_gradients = step.divisor, outcome.norm, outcome.nonfinite, num_zeros
+        return Attempt(step.task, step.loss_scale, totals, *of_gradients)
 
     # For the validator, while a step runs (`StepOwner`) -------------------------------------------------------
 
@@ -146,7 +147,7 @@ class ValidatedStepRunner(StepRunner):
         assert (verdict.decision is StepAction.SKIP) == (outcome.coefficient is None), (verdict, outcome)
         attempt = self._of_outcome(step, outcome, totals)
         ended_at = self.parts.clock.now() if step.ended_at is None else step.ended_at
-        result = self.counted(attempt, verdict, step.task, step.loss_scale, outcome.rolled_back, ended_at)
+        result = self.counted(attempt, verdict, outcome.rolled_back, ended_at)
         if check is None or not outcome.clean:
             check = WeightCheck(self.engine.optimizer)
         self._results.append((result, check))

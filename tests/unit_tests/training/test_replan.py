@@ -74,8 +74,8 @@ class World:
     def measure_link(self):
         pass  # figures have that of the costs
 
-    def plan_of_step(self, iteration):
-        return self.ran.get(iteration)
+    def step_of(self, iteration):
+        return SimpleNamespace(plan=self.ran[iteration]) if iteration in self.ran else None
 
     def figures_of_step(self, iteration):
         return self.figures(iteration)[-1] if iteration in self.steps else None
@@ -86,7 +86,7 @@ class World:
             one["steps"] = [[iteration or self.steps[-1], *one["steps"][-1][1:]]]
         return made
 
-    def local_figures(self, until):
+    def local_figures(self, until, link_ns):
         return self.figures()[-1]
 
     def forget(self, until=10**9):

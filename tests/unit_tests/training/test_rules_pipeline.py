@@ -284,7 +284,7 @@ def test_auto_says_why_and_keeps_to_the_limit():
     assert re.search(
         r"^zbv: step time [\d.]+ x F of a layer, .* peak [\d.,]+ [KM]iB of [\d.,]+ [KM]iB \(rank", told, re.M
     )
-    assert any("auto: " in line for line in facts_lines(spec, 8))
+    assert any("auto: " in line for line in facts_lines(pipeline_facts(spec, 8)))
     assert pipeline_facts(spec, 8)["reasons"] == list(spec.reasons)
     # no V of 2 x 2 stages in 2 layers: the linear ones are left
     narrow = configure("--pipeline-schedule auto").planner().spec

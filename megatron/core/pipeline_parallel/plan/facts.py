@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.build import order_within_limits
-from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import bound_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
-from megatron.core.words import counted, plain, share_text
+from megatron.core.words import counted, share_text
 
 # Beyond so many forwards a simulation would make --check-config wait.
 MOST_FORWARDS = 50_000
 
 
+@functools.lru_cache(maxsize=4)
+def order_of(spec: ScheduleSpec, num_microbatches: int | None) -> Simulation | None:
+    """A step's computations by the spec's costs; None where the number of microbatches is not known or large, and where
+    there is no such plan, which rules tell."""
+    if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
+        return None
+    try:
+        return simulate(order_within_limits(spec, num_microbatches), spec.costs)
+    except PlanError:
+        return None
+
+
 def bubble_rate(spec: ScheduleSpec, num_microbatches: int | None) -> float | None:
-    """Of a step's computations by the spec's costs; None where the number of microbatches is not known or large, and
-    where there is no such plan, which rules tell."""
-    if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
-        return None
-    try:
-        found = simulate(order_within_limits(spec, num_microbatches), spec.costs)
-        return max(0.0, found.bubble_rate)  # of rounding
-    except PlanError:
-        return None
-
-
-def activation_bytes(
-    spec: ScheduleSpec, num_microbatches: int | None, costs: CostModel
-) -> tuple[float, ...] | None:
-    """The most that each pipeline rank holds of activations in a step. costs: of the stages, in bytes. None where it is
-    not known, as for the bubble."""
-    if num_microbatches is None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
-        return None
-    try:
-        rows = order_within_limits(spec, num_microbatches).rows
-    except PlanError:
-        return None
-    return tuple(peak_activation(rank, row, costs) for rank, row in enumerate(rows))
+    """Of `order_of`."""
+    found = order_of(spec, num_microbatches)
+    return None if found is None else max(0.0, found.bubble_rate)  # of rounding
 
 
 def bound_line(schedule: str, request: Request, simulation: Simulation) -> str | None:
@@ -60,9 +52,8 @@ def bound_line(schedule: str, request: Request, simulation: Simulation) -> str |
 
 def bound_lines(spec: ScheduleSpec, num_microbatches: int) -> tuple[str, str] | None:
     """The same of a run, for its log, and in short for a person."""
-    if spec.file is not None or num_microbatches * spec.placement.num_stages > MOST_FORWARDS:
+    if spec.file is not None or (simulation := order_of(spec, num_microbatches)) is None:
         return None
-    simulation = simulate(order_within_limits(spec, num_microbatches), spec.costs)
     line = bound_line(spec.schedule, spec.request(num_microbatches), simulation)
     bubble = share_text(simulation.bubble_rate)
     told = f" > pipeline: {spec.schedule}, planned bubble (waiting) {bubble} by estimated costs"
@@ -96,48 +87,19 @@ def pipeline_facts(
     }
 
 
-def facts_lines(spec: ScheduleSpec, num_microbatches: int | None, *, with_bubble: bool = True) -> list[str]:
-    """The same as text, without the stages."""
-    placement, bubble = spec.placement, bubble_rate(spec, num_microbatches) if with_bubble else None
-    chunks = f" x {placement.num_chunks} chunks" if placement.num_chunks > 1 else ""
-    told = [f"pipeline: {spec.schedule}, {counted(placement.num_ranks, 'rank')}{chunks}"]
-    if num_microbatches is not None:
-        groups = f" in groups of {spec.group_size}" if spec.group_size is not None else ""
-        told.append(f"{counted(num_microbatches, 'microbatch')} a step{groups}")
-    if bubble is not None:
-        costs = "by the FLOPs of the stages" if spec.estimated else "with equal stages and F = B = W"
-        told.append(f"bubble {share_text(bubble)} {costs}")
-    return [", ".join(told), *("  auto: " + line for line in spec.reasons if with_bubble)]
-
-
-def reason_lines(
-    spec: ScheduleSpec, limit: int | str | None, tflops: float | None, gb_per_s: float | None
-) -> list[str]:
-    """What the log says of a choice. limit: --rank-memory-limit, under which the speeds decide."""
-    by, lines = "--pipeline-schedule auto", list(spec.reasons)
-    if limit is not None:
-        by = f"--rank-memory-limit {limit}"
-        speeds = (
-            f"{plain(tflops)} TFLOP/s, {plain(gb_per_s)} GB/s (--achieved-tflops, --dp-bandwidth-gb-per-s)"
-        )
-        lines.insert(0, f"planned for {speeds}")
-    return [f" > {by}: {line}" for line in lines]
-
-
-def limit_lines(spec: ScheduleSpec, *, sequence_parallel: bool) -> list[str]:
-    """What the log says of limits of activations, and of what they have room for."""
-    lines = []
-    if spec.keeps_gathered:
-        lines.append(" > the limit has room for gathered inputs: kept for W, not gathered again")
-    elif sequence_parallel and spec.splits_backward and spec.limits is None:
-        lines.append(
-            " > W gathers inputs of column layers again: with --pipeline-memory-limit they are kept where it has room"
-        )
-    if spec.limits is not None:
-        shown = ", ".join(map(spec.describe_activation, spec.limits))
-        unit = "" if spec.estimated else " activations"
-        lines.append(f" > limit of activations by pipeline rank: {shown}{unit}")
-    return lines
+def facts_lines(facts: Mapping[str, Any]) -> list[str]:
+    """`pipeline_facts` as text, without the stages."""
+    chunks = f" x {facts['chunks']} chunks" if facts["chunks"] > 1 else ""
+    told = [f"pipeline: {facts['schedule']}, {counted(facts['ranks'], 'rank')}{chunks}"]
+    if (number := facts["microbatches"]) is not None:
+        group = facts["microbatch_group_size"]
+        groups = f" in groups of {group}" if group is not None else ""
+        told.append(f"{counted(number, 'microbatch')} a step{groups}")
+    if facts["bubble_rate"] is not None:
+        is_estimated = facts["costs"] == "estimated"
+        costs = "by the FLOPs of the stages" if is_estimated else "with equal stages and F = B = W"
+        told.append(f"bubble {share_text(facts['bubble_rate'])} {costs}")
+    return [", ".join(told), *("  auto: " + line for line in facts["reasons"])]
 
 
 def device_limits(told: Sequence[tuple[int, int, int]], percentile: int, num_ranks: int) -> tuple[float, ...]:

@@ -9,44 +9,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from megatron.core.device import Device, heap_bytes
-from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
+    NOT_RUN,
     Figures,
     RankStep,
     figures_of,
     median,
 )
-from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTimes
+from megatron.core.pipeline_parallel.runtime.recorder import StepReader
 from megatron.core.protocols import Stage
 
 MOST_STEPS = 32  # that are kept; of more, the latest
 MOST_WEIGHINGS = 256  # of one stage and kind of backward
 
 
-class _KeptStep(NamedTuple):
-    """peak_bytes: beyond what it began with. link_ns: as known when it ran."""
-
-    step: RankStep
-    peak_bytes: int
-    link_ns: int
-
-
-class Profiler:
-    """A `Recorder` (runtime/recorder.py) of the steps start <= iteration < end, and of every `interval`th one.
+class Profiler(StepReader):
+    """Keeps the steps start <= iteration < end, and of every `interval`th one.
 
     interval: 0 = only the window, as on devices where measuring makes somebody wait. pipeline: world ranks of this
     rank's pipeline. transient_bytes: what the engine holds of weights and gradients that come and go; these are no
     activations.
 
-    Steps that are not watched cost two looks at a clock an operation. In a watched one, each operation on CUDA is
-    waited for, so that it overlaps less than others do; with gloo and CPU nothing waits. Steps that broke off, or that
-    repeat operations, are not kept.
+    Steps that broke off, or that repeat operations, are not kept.
     """
 
     def __init__(
@@ -63,13 +52,10 @@ class Profiler:
         self._device, self._pipeline, self._transient_bytes = device, pipeline, transient_bytes
         self._interval = 0 if device.queues_work else interval
         self.move_window(start, end)
-        self._steps: deque[_KeptStep] = deque(maxlen=MOST_STEPS)
+        self._steps: deque[RankStep] = deque(maxlen=MOST_STEPS)
         self._weighed: dict[int, _WeighedStage] = {}
-        self._step: RankStep | None = None  # under way
-        self._spans: dict[int, OpTimes] = {}  # by place in the row
-        self.watching = False  # the step under way
-        self._link_ns = 0
-        self._begin_bytes = self._peak_bytes = 0
+        self._step: RankStep | None = None  # under way, where it is watched
+        self._begin_bytes = 0
 
     def move_window(self, start: int, end: int) -> None:
         """Between steps: the window is start <= iteration < end from now on."""
@@ -81,83 +67,58 @@ class Profiler:
         at_interval = self._interval > 0 and iteration % self._interval == 0
         return at_interval or self._start <= iteration < self._end
 
-    # Recorder --------------------------------------------------------------------------------------
+    # StepReader ------------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """Seconds of this machine's steady clock."""
-        if self.watching:
-            self._device.synchronize()  # sync: measured steps
-        return monotonic()
+    def begins(self, step: RankStep) -> bool:
+        self._step = step if self.watches(step.iteration) else None
+        if self._step is not None:
+            self._begin_bytes = self.in_use()
+        return self._step is not None
 
-    def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
-        self.watching = self.watches(iteration)
-        if self.watching:
-            self._spans = {}
-            self._step = RankStep(iteration, plan, rank, ())
-            self._begin_bytes = self._peak_bytes = self.in_use()
+    def looks(self) -> None:
+        assert self._step is not None, "an operation of no step"
+        self._step.peak_bytes = max(self._step.peak_bytes, self.in_use() - self._begin_bytes)
 
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
-        if not self.watching:
-            return
-        assert place not in self._spans, f"operation {place} a second time"
-        self._spans[place] = OpTimes(start_s, end_s, wait_s, lane_s)
-        self._peak_bytes = max(self._peak_bytes, self.in_use())
-
-    def repeated(self) -> None:
-        """A step like no other: messages of its first run arrived, or those of its second."""
-        self.watching = False
-
-    def end_step(self) -> None:
+    def reads(self, step: RankStep) -> None:
         """Keep the step if it came to its end."""
-        if self.watching and self._step is not None:
-            iteration, plan, rank, _ = self._step
-            if len(self._spans) == len(plan.rows[rank]):
-                spans = tuple(self._spans[place] for place in range(len(self._spans)))
-                peak = self._peak_bytes - self._begin_bytes
-                self._steps.append(_KeptStep(RankStep(iteration, plan, rank, spans), peak, self._link_ns))
-        self.watching, self._spans = False, {}
+        self._step = None
+        if not step.repeated and NOT_RUN not in step.spans:
+            self._steps.append(step)
 
-    def message_takes(self, link_ns: int) -> None:
-        self._link_ns = link_ns
-
-    def close(self) -> None:
-        """The run is over: what was measured stays."""
-        self.watching = False
+    @property
+    def watching(self) -> bool:
+        """The step under way."""
+        return self._step is not None and not self._step.repeated
 
     # What was measured -----------------------------------------------------------------------------
 
-    def local_figures(self, until: int | None = None) -> Figures | None:
+    def local_figures(self, until: int | None = None, link_ns: int | None = None) -> Figures | None:
         """What this rank measured since `forget`, small, JSON-able; None where no step was kept. until: the last
-        iteration that counts; None: all do."""
-        kept = [one for one in self._steps if until is None or one.step.iteration <= until]
+        iteration that counts; None: all do. link_ns: of a message; None: as in the last of these."""
+        kept = [one for one in self._steps if until is None or one.iteration <= until]
         if not kept:
             return None
-        sizes = {stage: one.sizes() for stage, one in self._weighed.items()}
+        sizes = {stage: size for stage, one in self._weighed.items() if (size := one.sizes()) is not None}
         # All stages or none: a plan needs every one of them.
-        known = {stage: size for stage, size in sizes.items() if size is not None}
-        activations = known if len(known) == len(sizes) else None
+        activations = sizes if len(sizes) == len(self._weighed) else None
         peak = median([one.peak_bytes for one in kept])
-        return figures_of([one.step for one in kept], self._pipeline, activations, peak, self._link_ns)
+        link = kept[-1].link_ns if link_ns is None else link_ns
+        return figures_of(kept, self._pipeline, activations, peak, link)
 
     def figures_of_step(self, iteration: int) -> Figures | None:
         """Of one step, activations apart; None for a step that is not kept."""
-        if (found := self._kept(iteration)) is None:
+        if (found := self.step_of(iteration)) is None:
             return None
-        return figures_of([found.step], self._pipeline, None, found.peak_bytes, found.link_ns)
+        return figures_of([found], self._pipeline, None, found.peak_bytes, found.link_ns)
 
-    def plan_of_step(self, iteration: int) -> Plan | None:
-        """The plan that ran in it; None for a step that is not kept."""
-        found = self._kept(iteration)
-        return None if found is None else found.step.plan
-
-    def _kept(self, iteration: int) -> _KeptStep | None:
-        found = [one for one in self._steps if one.step.iteration == iteration]
-        return found[-1] if found else None
+    def step_of(self, iteration: int) -> RankStep | None:
+        """As it ran; None for a step that is not kept."""
+        return next((one for one in reversed(self._steps) if one.iteration == iteration), None)
 
     def forget(self, until: int | None = None) -> None:
         """What follows is measured by itself, as after a new plan. until: the last iteration that is forgotten; None:
         all are."""
-        while self._steps and (until is None or self._steps[0].step.iteration <= until):
+        while self._steps and (until is None or self._steps[0].iteration <= until):
             self._steps.popleft()
         if not self._steps:
             for one in self._weighed.values():
@@ -191,7 +152,7 @@ class _WeighedStage:
 
     def __init__(self, stage: Stage, profiler: Profiler) -> None:
         self._stage, self._profiler = stage, profiler
-        self.forward = stage.forward
+        self.forward, self.check_empty = stage.forward, stage.check_empty
         self.clear()
 
     def clear(self) -> None:
@@ -216,21 +177,16 @@ class _WeighedStage:
         return self._weigh(self._by_b, self._stage.backward_input, microbatch, grad)
 
     def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
-        if units is not None:  # parts of a W are not weighed
-            self._stage.backward_weight(microbatch, units)
-        else:
-            self._weigh(self._by_w, self._stage.backward_weight, microbatch)
-
-    def check_empty(self) -> None:
-        self._stage.check_empty()
+        part = () if units is None else (units,)
+        self._weigh(self._by_w, self._stage.backward_weight, microbatch, *part, weighs=units is None)
 
     def _weigh(
-        self, given_back: deque[int], backward: Callable[..., Tensor | None], *args: Any
+        self, given_back: deque[int], run: Callable[..., Tensor | None], *args: Any, weighs: bool = True
     ) -> Tensor | None:
-        if not self._profiler.watching:
-            return backward(*args)
-        before = self._profiler.in_use()
-        answer = backward(*args)
-        returned = 0 if answer is None else answer.untyped_storage().nbytes()
-        given_back.append(before - self._profiler.in_use() + returned)
+        """weighs: parts of a W are not weighed."""
+        before = self._profiler.in_use() if weighs and self._profiler.watching else None
+        answer = run(*args)
+        if before is not None:
+            returned = 0 if answer is None else answer.untyped_storage().nbytes()
+            given_back.append(before - self._profiler.in_use() + returned)
         return answer

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.measuring.measured_costs import NOT_RUN, RankStep
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import file_name, header_line, op_lines
+from megatron.core.pipeline_parallel.runtime.recorder import StepReader
 from megatron.core.safe_files import SHARED_MODE, open_for_append
 from megatron.core.transport import host_data
 from megatron.core.transport.parallel_state import ParallelState
 
 
-class TimelineWriter:
-    """A `Recorder` (runtime/recorder.py) that writes one file a rank under `directory`, anew for each run.
+class TimelineWriter(StepReader):
+    """Writes one file a rank under `directory`, anew for each run.
 
     What an earlier run (also the one that is resumed) wrote there is moved to its subdirectory `old-1`, or the next
     number that is free, a timeline of its own. Communicates over the world: every rank makes one. Raises OSError, on
@@ -26,57 +27,37 @@ class TimelineWriter:
 
     lanes: of the run's plans, in ns. at_rest: bytes that this rank holds between steps. Both are to be set before the
     first step, where plans have operations of data parallelism.
-    A step's lines are written at its end, in one piece. On CUDA every operation is waited for, so a run that is
-    measured overlaps less than one that is not.
+    A step's lines are written at its end, in one piece, of one in which forwards ran again those of their first run:
+    VALIDATE lasts as long as the second. On CUDA every operation is waited for, so a run that is measured overlaps less
+    than one that is not.
     """
 
     def __init__(self, directory: Path, ps: ParallelState) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         _set_earlier_aside(directory, ps)
-        self._pipeline, self._device = ps.pp_group.ranks, ps.device
+        self._pipeline = ps.pp_group.ranks
         self._file = os.fdopen(open_for_append(directory / file_name(ps.rank), mode=SHARED_MODE), "w")
         # Both clocks at once: what is written counts from here.
-        self._clock_unix_s, self._zero_s = time.time(), time.monotonic()
+        self._clock_unix_s, self._zero_s = time.time(), round(time.monotonic(), 9)
         self.lanes: Lanes | None = None
-        self.at_rest = self._link_ns = 0
-        self._plan: Plan | None = None
+        self.at_rest = 0
+        self._last: RankStep | None = None
         self._templates: list[str] = []
-        self._iteration, self._header = 0, ""
-        self._lines: dict[int, str] = {}  # by place in the row
 
-    def now(self) -> float:
-        """Seconds since this writer was made."""
-        self._device.synchronize()  # sync: measured timeline
-        return time.monotonic() - self._zero_s
-
-    def begin_step(self, plan: Plan, rank: int, iteration: int) -> None:
-        """A pipeline rank begins its row; a header where what it says has changed."""
-        if plan is not self._plan:
-            self._plan, self._templates = plan, op_lines(plan.rows[rank])
-            clock = self._clock_unix_s
-            self._header = header_line(
-                plan, rank, self._pipeline, clock, self.lanes, self.at_rest, self._link_ns
-            )
-        self._iteration = iteration
-
-    def record(self, place: int, start_s: float, end_s: float, wait_s: float, lane_s: float = 0.0) -> None:
-        """Keep one operation's times until the step ends."""
-        template = self._templates[place]
-        times = (self._iteration, start_s, end_s, wait_s, lane_s)
-        self._lines[place] = template % times[: template.count("%")]
-
-    def repeated(self) -> None:
-        """Their first run is what is written; VALIDATE lasts as long as the second."""
-
-    def end_step(self) -> None:
-        """Write what is kept, in the order of the row."""
-        self._file.write(self._header + "".join(self._lines[place] for place in sorted(self._lines)))
+    def reads(self, step: RankStep) -> None:
+        """Write what ran, in the order of the row, and a header where what it says has changed."""
+        lines, last, self._last = [""], self._last, step
+        if last is None or last.plan is not step.plan or last.link_ns != step.link_ns:
+            self._templates = op_lines(step.plan.rows[step.rank])
+            clock, of_run = self._clock_unix_s, (self.lanes, self.at_rest)
+            lines = [header_line(step.plan, step.rank, self._pipeline, clock, *of_run, step.link_ns)]
+        for template, one in zip(self._templates, step.spans, strict=True):
+            if one is not NOT_RUN:
+                start, end = one.start_s - self._zero_s, one.end_s - self._zero_s
+                times = step.iteration, start, end, one.wait_s, one.lane_s
+                lines.append(template % times[: template.count("%")])
+        self._file.write("".join(lines))
         self._file.flush()
-        self._header = ""
-        self._lines.clear()
-
-    def message_takes(self, link_ns: int) -> None:
-        self._link_ns, self._plan = link_ns, None  # another header
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -92,7 +73,7 @@ def _set_earlier_aside(directory: Path, ps: ParallelState) -> None:
             _move_aside(directory, sorted(directory.glob("rank-*.jsonl")))
         except OSError as error:
             failed = str(error)
-    failed = host_data.broadcast_json(failed, ps.control_group)
+    failed = host_data.all_gather_json(failed, ps.control_group)[0]
     if failed is not None:
         raise OSError(failed)
     mine = directory / file_name(ps.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -169,21 +170,18 @@ def measured_costs(figures: Sequence[Figures], spec: ScheduleSpec) -> CostModel:
     """Times in ns as measured. Activations in bytes as measured, where every stage told of some that should hold any;
     else those known so far. A stage whose backwards were all fused has not shown what is held between B and W: as much
     of an activation as was known."""
-    weighed = spec.estimated and all(one["activations"] for one in figures)
-    if not weighed:
+    if not (weighed := spec.estimated and all(one["activations"] for one in figures)):
         figures = [Figures(**{**one, "activations": []}) for one in figures]
     costs, known = costs_of(figures, spec.placement), spec.costs
-    sizes = zip(costs.activation, known.activation, strict=True)
-    if weighed and all(size > 0 or not expected for size, expected in sizes):
-        seen = {stage for one in figures for kind, stage, _ in one["times"] if kind == B}
-        held = tuple(
-            after_b if stage in seen or not expected else size / expected * known_held
-            for stage, (after_b, size, expected, known_held) in enumerate(
-                zip(costs.held_after_b, costs.activation, known.activation, known.held_after_b, strict=True)
-            )
-        )
-        return dataclasses.replace(costs, held_after_b=held)
-    return dataclasses.replace(costs, activation=known.activation, held_after_b=known.held_after_b)
+    expected = known.activation
+    if not weighed or any(need > 0 >= size for need, size in zip(expected, costs.activation, strict=True)):
+        return dataclasses.replace(costs, activation=expected, held_after_b=known.held_after_b)
+    seen = {stage for one in figures for kind, stage, _ in one["times"] if kind == B}
+    held = list(costs.held_after_b)
+    for stage, need in enumerate(expected):
+        if need and stage not in seen:
+            held[stage] = costs.activation[stage] / need * known.held_after_b[stage]
+    return dataclasses.replace(costs, held_after_b=tuple(held))
 
 
 def solve_again(
@@ -261,11 +259,10 @@ def _over_rank_limit(spec: ScheduleSpec, costs: CostModel, sizes: Sequence[int])
     """Of the plans that run, the rank that is the most over its limit, by measured costs."""
     if spec.residency is None or spec.residency.limit is None:
         return None
-    found = []
+    found: list[_Over] = []
     for plan in (plan_for(spec, size, PlanPurpose.TRAIN) for size in dict.fromkeys(sizes)):
         peaks = (peak_bytes(dataclasses.replace(spec, costs=one), plan) for one in (spec.costs, costs))
-        every = zip(*peaks, spec.residency.limit, strict=True)
-        found += [_Over(rank, *one) for rank, one in enumerate(every)]
+        found += map(_Over, itertools.count(), *peaks, spec.residency.limit)
     worst = max(found, key=lambda one: one.measured / one.limit)
     return worst if worst.measured > worst.limit * (1 + TOLERANCE) else None
 

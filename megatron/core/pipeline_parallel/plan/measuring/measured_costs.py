@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import TypedDict
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, Plan, Row, W
@@ -22,7 +23,7 @@ from megatron.core.pipeline_parallel.plan.measuring.timeline_files import OpTime
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import waiting_share
 
-Times = Sequence[float | None]  # by global stage, None where it has no such computation
+Times = Sequence[int | None]  # ns by global stage, None where it has no such computation
 
 
 class Figures(TypedDict):
@@ -43,13 +44,22 @@ class Figures(TypedDict):
     peak_bytes: int
 
 
-class RankStep(NamedTuple):
-    """One step of one rank. rank: its place in the pipeline. spans: by place in its row of the plan."""
+NOT_RUN = OpTimes(0.0, 0.0)
+
+
+@dataclass
+class RankStep:
+    """One step of one rank. rank: its place in the pipeline. spans: by place in its row of the plan, NOT_RUN where a
+    step broke off. link_ns: a message, as known then. peak_bytes: beyond what it began with. repeated: forwards ran
+    again, which makes it a step like no other: messages of its first run arrived, or those of its second."""
 
     iteration: int
     plan: Plan
     rank: int
-    spans: Sequence[OpTimes]
+    spans: list[OpTimes]
+    link_ns: int = 0
+    peak_bytes: int = 0
+    repeated: bool = False
 
 
 def figures_of(
@@ -122,37 +132,30 @@ def costs_of(figures: Sequence[Figures], placement: Placement) -> CostModel:
     for one in figures:
         for kind, stage, value in one["times"]:
             times[kind, stage] = max(value, times.get((kind, stage), 0))
-    f, b, w, bw = ([times.get((kind, at)) for at in range(placement.num_stages)] for kind in (F, B, W, BW))
-    missing = [stage for stage, value in enumerate(f) if value is None]
+    stages = range(placement.num_stages)
+    missing = [stage for stage in stages if (F, stage) not in times]
     assert not missing, f"no rank has measured the forwards of stages {missing}"
+    b, w, bw = ([times.get((kind, stage)) for stage in stages] for kind in (B, W, BW))
     comm = float(max(one["link_ns"] for one in figures))
-    return cost_model(f, b, w, bw, _activations(figures, placement), comm)
-
-
-def cost_model(
-    f: Times, b: Times, w: Times, bw: Times, held: tuple[Sequence[float], Sequence[float]], comm: float
-) -> CostModel:
-    """Of times by global stage. held: by global stage, after F and between B and W."""
     backwards, weights = divide_backwards(b, w, bw)
-    times = [value or 0 for value in f], backwards, weights
-    f_times, b_times, w_times, after_f, after_b = (tuple(map(float, one)) for one in (*times, *held))
-    return CostModel(f_times, b_times, w_times, after_f, after_b, comm)
+    every = [times[F, stage] for stage in stages], backwards, weights, *_activations(figures, placement)
+    of_f, of_b, of_w, after_f, after_b = (tuple(map(float, values)) for values in every)
+    return CostModel(of_f, of_b, of_w, after_f, after_b, comm)
 
 
-def divide_backwards(inputs: Times, weights: Times, both: Times) -> tuple[list[float], list[float]]:
+def divide_backwards(inputs: Times, weights: Times, both: Times) -> tuple[list[int], list[int]]:
     """Times of B and of W from those of B, W and BW.
 
-    A BW is divided as the sums of the B's and W's of other stages, evenly where there are none; 0 where nothing is.
-    Whole numbers stay whole, and the two add up to the BW.
+    A BW is divided as the sums of the B's and W's of other stages, evenly where there are none; 0 where nothing is. The
+    two add up to the BW.
     """
-    seen_b, seen_w = sum(value or 0 for value in inputs), sum(value or 0 for value in weights)
+    seen_b, seen_w = (sum(filter(None, times)) for times in (inputs, weights))
     if not seen_b + seen_w:
         seen_b = seen_w = 1
-    whole = all(isinstance(value, int) for value in [*both, seen_b, seen_w] if value is not None)
-    made: list[tuple[float, float]] = []
+    made = []
     for b, w, bw in zip(inputs, weights, both, strict=True):
         if b is None and w is None and bw is not None:
-            b = bw * seen_b // (seen_b + seen_w) if whole else bw * seen_b / (seen_b + seen_w)
+            b = bw * seen_b // (seen_b + seen_w)
             w = bw - b
         made.append((b or 0, w or 0))
     return [b for b, _ in made], [w for _, w in made]

@@ -26,10 +26,9 @@ that waited for it, which took wait_s of computations and, of those before it, o
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +49,6 @@ LONGEST_LINE_BYTES = 1 << 20
 LONGEST_S = 2**40
 _NS_PER_S = 1e9
 
-# A header, as `header_line` writes it.
 _SIZE, _SECONDS = schema.number(0.0, float(1 << 60)), schema.number(-LONGEST_S, LONGEST_S)
 _ACCESSES = schema.array(schema.array(schema.integer()))
 _SHARE = schema.fields_of(Share, group=schema.fields_of(RankGroup))
@@ -67,24 +65,43 @@ _LANES = {
     ),
     "costs": schema.fields_of(LaneCosts, latency=_SIZE, bandwidth=schema.number(1e-300, float(1 << 60))),
 }
-_HEADER = {
-    "version": schema.one_of(VERSION),
-    "plan": schema.text(),
-    "schedule": schema.text(),
-    "placement": {"kind": schema.text(), "ranks": schema.integer(), "chunks": schema.integer()},
-    "num_microbatches": schema.integer(),
-    "bitwise": schema.boolean,
-    "forward_only": schema.boolean,
-    "rank": schema.integer(),
-    "pipeline": schema.array(schema.integer()),
-    "stages": schema.array(schema.integer()),
-    "num_ops": schema.integer(1),
-    "clock_unix_s": _SECONDS,
-    "link_ns": schema.optional(schema.integer()),
-    "residency": schema.optional(schema.anything),
-    "at_rest": schema.optional(schema.integer()),
-    "lanes": schema.optional(_LANES),
-}
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields of a header, see the module. at_rest: None without residency."""
+
+    version: int
+    plan: str
+    schedule: str
+    placement: dict[str, Any]
+    num_microbatches: int
+    bitwise: bool
+    forward_only: bool
+    rank: int
+    pipeline: Sequence[int]
+    stages: Sequence[int]
+    num_ops: int
+    clock_unix_s: float
+    link_ns: int = 0
+    residency: Any = None
+    at_rest: int | None = None
+    lanes: Any = None
+
+
+_RANKS = schema.array(schema.integer())
+_HEADER = schema.fields_of(
+    Header,
+    version=schema.one_of(VERSION),
+    placement={"kind": schema.text(), "ranks": schema.integer(), "chunks": schema.integer()},
+    pipeline=_RANKS,
+    stages=_RANKS,
+    num_ops=schema.integer(1),
+    clock_unix_s=_SECONDS,
+    residency=schema.anything,
+    at_rest=schema.integer(),
+    lanes=_LANES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +152,25 @@ def header_line(
 ) -> str:
     """Opens what a rank writes about a plan. rank: its place in the pipeline. lanes: in ns. at_rest: its bytes.
     link_ns: of a message."""
-    placement = plan.placement
-    stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
-    content = {
-        "version": VERSION,
-        "plan": ir.plan_hash(plan),
-        "schedule": plan.schedule,
-        "placement": placement.as_json(),
-        "num_microbatches": plan.num_microbatches,
-        "bitwise": plan.bitwise,
-        "forward_only": plan.forward_only,
-        "rank": rank,
-        "pipeline": list(pipeline),
-        "stages": stages,
-        "num_ops": len(plan.rows[rank]),
-        "clock_unix_s": clock_unix_s,
-        "link_ns": link_ns,
-    }
-    if plan.residency is not None:
-        content |= {"residency": plan.residency.as_json(), "at_rest": at_rest}
-        if lanes is not None and rank == 0:
-            content["lanes"] = dataclasses.asdict(lanes)
-    return json.dumps(content) + "\n"
+    placement, residency = plan.placement, plan.residency
+    header = Header(
+        VERSION,
+        ir.plan_hash(plan),
+        plan.schedule,
+        placement.as_json(),
+        plan.num_microbatches,
+        plan.bitwise,
+        plan.forward_only,
+        rank,
+        pipeline,
+        placement.stages_of(rank),
+        len(plan.rows[rank]),
+        clock_unix_s,
+        link_ns,
+        *(() if residency is None else (residency.as_json(), at_rest, None if rank else lanes)),
+    )
+    told = dataclasses.asdict(header)
+    return json.dumps({name: value for name, value in told.items() if value is not None}) + "\n"
 
 
 def op_lines(row: tuple[RawOp, ...]) -> list[str]:
@@ -187,10 +201,10 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
     steps: dict[tuple[int, tuple[int, ...], str], dict[int, _RankPart]] = defaultdict(dict)
     pipelines: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for part in (part for file in files for part in _parts(file)):
-        header, pipeline = part.header, tuple(part.header["pipeline"])
-        pipelines[pipeline].add(header["rank"])
-        if len(part.ops) == header["num_ops"]:
-            steps[part.iteration, pipeline, header["plan"]][header["rank"]] = part
+        header, pipeline = part.header, tuple(part.header.pipeline)
+        pipelines[pipeline].add(header.rank)
+        if len(part.ops) == header.num_ops:
+            steps[part.iteration, pipeline, header.plan][header.rank] = part
     for pipeline, ranks in pipelines.items():
         missing = [file_name(world) for rank, world in enumerate(pipeline) if rank not in ranks]
         if missing:
@@ -210,35 +224,32 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
                 raise PlanError(f"iteration {iteration}: {error}") from None
         plan, lanes = plans[of_plan]
         begin = min(part.spans[0].start_s for part in parts if part.spans)
-        spans = tuple(tuple(_since(begin, one) for one in part.spans) for part in parts)
-        at_rest = None if lanes is None else tuple(part.header.get("at_rest", 0) for part in parts)
-        links = tuple(part.header.get("link_ns", 0) for part in parts)
+        spans = tuple(
+            tuple(
+                OpTimes(one.start_s - begin, one.end_s - begin, one.wait_s, one.lane_s) for one in part.spans
+            )
+            for part in parts
+        )
+        at_rest = None if lanes is None else tuple(part.header.at_rest or 0 for part in parts)
+        links = tuple(part.header.link_ns for part in parts)
         read.append(MeasuredStep(iteration, pipeline, plan, lanes, spans, at_rest, links))
     return read
 
 
 class _RankPart(NamedTuple):
-    """What one rank did in one step."""
+    """What one rank did in one step, of the last one of a file as far as it came."""
 
     iteration: int
-    header: dict[str, Any]
-    ops: tuple[RawOp, ...]
-    spans: tuple[OpTimes, ...]
+    header: Header
+    ops: list[RawOp]
+    spans: list[OpTimes]
 
 
-def _parts(file: Path) -> Iterator[_RankPart]:
-    """The steps of one file, of the last one as far as it came."""
-    for _, lines in itertools.groupby(_operations(file), key=lambda one: (id(one[0]), one[1])):
-        (header, iteration, *_), *_ = every = list(lines)
-        # A rank runs a plan's row from its beginning: a row that is full is followed by another step.
-        for first in range(0, len(every), header["num_ops"]):
-            _, _, ops, spans = zip(*every[first : first + header["num_ops"]], strict=True)
-            yield _RankPart(iteration, header, ops, spans)
-
-
-def _operations(file: Path) -> Iterator[tuple[dict[str, Any], int, RawOp, OpTimes]]:
-    """Header, iteration, operation and times of each line; a last one that is not finished is left out."""
-    header: dict[str, Any] | None = None
+def _parts(file: Path) -> list[_RankPart]:
+    """The steps of one file; a last line that is not finished is left out. A rank runs a plan's row from its beginning:
+    a row that is full is followed by another step."""
+    parts: list[_RankPart] = []
+    header: Header | None = None
     with safe_files.opened(file) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE_BYTES), b""), 1):
             if not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES:
@@ -250,20 +261,32 @@ def _operations(file: Path) -> Iterator[tuple[dict[str, Any], int, RawOp, OpTime
                     continue
                 if header is None:
                     raise PlanError("an operation before the header")
-                found = _operation(content, header["clock_unix_s"])
+                iteration, op, times = _operation(content, header.clock_unix_s)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
-            yield header, *found
+            last = parts[-1] if parts else None
+            if (
+                last is None
+                or last.iteration != iteration
+                or last.header is not header
+                or len(last.ops) == header.num_ops
+            ):
+                last = _RankPart(iteration, header, [], [])
+                parts.append(last)
+            last.ops.append(op)
+            last.spans.append(times)
+    return parts
 
 
-def _header(content: dict[str, Any]) -> dict[str, Any]:
+def _header(content: dict[str, Any]) -> Header:
     """Raises PlanError for what `header_line` does not write."""
     if content["version"] != VERSION:
         raise PlanError(f"version {content['version']!r:.40}; this program reads {VERSION}")
     schema.check(_HEADER, content, schema.Place(Path("header"), error=PlanError))
-    if content["rank"] >= len(content["pipeline"]):
-        raise PlanError(f"rank {content['rank']} of the pipeline {content['pipeline']!r:.80}")
-    return content
+    header = Header(**content)
+    if header.rank >= len(header.pipeline):
+        raise PlanError(f"rank {header.rank} of the pipeline {header.pipeline!r:.80}")
+    return header
 
 
 def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTimes]:
@@ -280,30 +303,26 @@ def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTim
     return iteration, (*op[:7], pair), OpTimes(clock + start, clock + end, wait, lane)
 
 
-def _since(begin: float, span: OpTimes) -> OpTimes:
-    return dataclasses.replace(span, start_s=span.start_s - begin, end_s=span.end_s - begin)
-
-
 def _plan(parts: Sequence[_RankPart]) -> tuple[Plan, Lanes | None]:
     """What all ranks of a pipeline ran. Raises PlanError for what no run can have written."""
-    header, rows = parts[0].header, tuple(part.ops for part in parts)
-    place = header["placement"]
+    header, rows = parts[0].header, tuple(tuple(part.ops) for part in parts)
     try:
-        placement, residency = Placement(place["kind"], place["ranks"], place["chunks"]), None
-        if "residency" in header:
-            residency = PlannedResidency.from_json(header["residency"], sum(map(len, rows)))
+        residency, place = None, header.placement
+        placement = Placement(place["kind"], place["ranks"], place["chunks"])
+        if header.residency is not None:
+            residency = PlannedResidency.from_json(header.residency, sum(map(len, rows)))
     except ValueError as error:
         raise PlanError(f"the header's placement or residency is wrong: {error}") from None
-    flags = header["bitwise"], header["forward_only"]
-    plan = Plan(header["schedule"], placement, header["num_microbatches"], rows, *flags, residency)
-    if ir.plan_hash(plan) != header["plan"]:
+    flags = header.bitwise, header.forward_only
+    plan = Plan(header.schedule, placement, header.num_microbatches, rows, *flags, residency)
+    if ir.plan_hash(plan) != header.plan:
         raise PlanError("the operations do not have the hash that the header says")
     try:
         verify(plan)
     except PlanError as error:
         raise PlanError(f"no plan that could have run: {error}") from None
     try:
-        return plan, _lanes(header["lanes"], plan) if "lanes" in header else None
+        return plan, None if header.lanes is None else _lanes(header.lanes, plan)
     except (ValueError, AssertionError) as error:
         raise PlanError(f"the header's lanes are wrong: {error!r:.200}") from None
 

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.pipeline_parallel.runtime.profiler import MOST_STEPS, Profiler
-from megatron.core.pipeline_parallel.runtime.recorder import Recorders
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.tensor_parallel.parallel_layers import column_linear
@@ -39,7 +39,7 @@ def test_two_ranks_measure_and_come_to_the_same_costs(tmp_path):
     def check(ctx):
         ps = ctx.make_ps(pp=2)
         profiler = Profiler(ps.device, ps.pp_group.ranks, start=3, end=5)
-        recorder = Recorders([TimelineWriter(tmp_path, ps), profiler])
+        recorder = Recorder(ps.device, [TimelineWriter(tmp_path, ps), profiler])
         chunk = ToyChunk(ps.pp_rank, 2)
 
         def run(microbatch, hidden):
@@ -101,7 +101,8 @@ def run_alone(name, profiler, iterations, microbatches=4, stage=None):
     plan = lowered(build_plan(name, Request(1, microbatches)))
     layers = Layers()
     own = stage or ModelStage(layers.run, layers.sink, begins=True, ends=True)
-    executor = Executor(plan, 0, profiler.weigh({0: own}), None, recorder=profiler)
+    recorder = Recorder(Device("cpu"), [profiler])
+    executor = Executor(plan, 0, profiler.weigh({0: own}), None, recorder=recorder)
     executor._channel = NoChannel()
     for iteration in iterations:
         executor.run(iteration)
@@ -168,52 +169,61 @@ def test_a_step_that_breaks_off_or_repeats_forwards_is_not_kept():
         run_alone("gpipe", profiler, [0], 2, ModelStage(run, None, begins=True, ends=True))
     assert profiler.local_figures() is None
     assert not profiler.watching
-    profiler.begin_step(plan, 0, 1)
+    recorder = Recorder(Device("cpu"), [profiler])
+    recorder.begin_step(plan, 0, 1)
     for place in range(4):
         if place == 2:
-            profiler.repeated()
-        profiler.record(place, 0.0, 1.0, 0.0)
-    profiler.end_step()
+            recorder.repeated()
+        recorder.record(place, 0.0, 1.0, 0.0)
+    recorder.end_step()
     assert profiler.local_figures() is None
-    profiler.begin_step(plan, 0, 2)
+    recorder.begin_step(plan, 0, 2)
     for place in range(4):
-        profiler.record(place, float(place), place + 1.0, 0.0)
-    profiler.end_step()
+        recorder.record(place, float(place), place + 1.0, 0.0)
+    recorder.end_step()
     assert profiler.figures_of_step(2)["steps"] == [[2, 4_000_000_000, 4_000_000_000]]
 
 
 class Notes:
-    """A recorder whose clock is some seconds ahead."""
+    """Reads steps of even iterations."""
 
-    def __init__(self, ahead_s):
-        self.ahead_s, self.said = ahead_s, []
+    def __init__(self):
+        self.said = []
 
-    def now(self):
-        return 100.0 + self.ahead_s
+    def begins(self, step):
+        self.said.append(("begins", step.iteration))
+        return step.iteration % 2 == 0
 
-    def begin_step(self, plan, rank, iteration):
-        self.said.append(("begin", rank, iteration))
+    def looks(self):
+        self.said.append("looks")
 
-    def record(self, place, *times):
-        self.said.append((place, *times))
-
-    def end_step(self):
-        self.said.append("end")
+    def reads(self, step):
+        self.said.append(
+            ([(one.start_s, one.end_s, one.wait_s, one.lane_s) for one in step.spans], step.link_ns)
+        )
 
     def close(self):
         self.said.append("close")
 
 
-def test_each_of_several_recorders_is_told_its_own_times():
-    first, second = Notes(0.0), Notes(7.0)
-    both = Recorders([first, second])
-    assert both.now() == 100
-    both.begin_step(lowered(build_plan("gpipe", Request(1, 1))), 0, 3)
-    both.record(0, 101.0, 102.0, 0.5, 0.25)
-    both.end_step()
+def test_each_of_several_readers_is_handed_the_same_record_of_a_step_it_reads():
+    """In whole nanoseconds."""
+    first, second = Notes(), Notes()
+    both = Recorder(Device("cpu"), [first, second])
+    both.message_takes(7)
+    plan = lowered(build_plan("gpipe", Request(1, 1)))
+    for iteration in (3, 4):
+        both.begin_step(plan, 0, iteration)
+        both.record(1, 101.0000000001, 102.0, 0.5, 0.25)
+        both.record(0, 100.0, 101.0, 0.0)
+        if iteration == 4:
+            with pytest.raises(AssertionError, match="operation 0 a second time"):
+                both.record(0, 100.0, 101.0, 0.0)
+        both.end_step()
     both.close()
-    assert first.said == [("begin", 0, 3), (0, 101, 102, 0.5, 0.25), "end", "close"]
-    assert second.said == [("begin", 0, 3), (0, 108, 109, 0.5, 0.25), "end", "close"]
+    times = [(100.0, 101.0, 0.0, 0.0), (101.0, 102.0, 0.5, 0.25)]
+    expected = [("begins", 3), ("begins", 4), "looks", "looks", (times, 7), "close"]
+    assert first.said == second.said == expected
 
 
 def test_the_window_moves():

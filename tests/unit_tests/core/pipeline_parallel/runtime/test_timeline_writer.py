@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from megatron.core.device import Device
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
@@ -16,6 +17,7 @@ from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.pipeline_parallel.runtime.recorder import Recorder
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transport.parallel_state import single_process
@@ -41,10 +43,11 @@ def test_two_pipelines_write_and_are_read_back(tmp_path):
             return chunk.run(microbatch, hidden)
 
         stage = ModelStage(run, chunk.sink, begins=chunk.begins, ends=chunk.ends)
-        executors = [Executor(p, ps.pp_rank, {ps.pp_rank: stage}, channel, recorder=writer) for p in plans]
+        recorder = Recorder(ps.device, [writer])
+        executors = [Executor(p, ps.pp_rank, {ps.pp_rank: stage}, channel, recorder=recorder) for p in plans]
         for iteration, executor in ((7, executors[0]), (8, executors[1]), (9, executors[0])):
             executor.run(iteration)
-        writer.close()
+        recorder.close()
         return ps.pp_group.ranks
 
     pipelines = sorted(set(run_ranks(check, 4)))
@@ -83,7 +86,7 @@ def test_an_earlier_timeline_is_moved_aside_whole_and_still_readable(tmp_path):
         ps = ctx.make_ps(dp=ctx.world_size)
         writer = TimelineWriter(tmp_path, ps)
         stage = ModelStage(lambda m, h: torch.ones((), requires_grad=True), None, begins=True, ends=True)
-        Executor(plan, 0, {0: stage}, P2P(ps), recorder=writer).run(iteration)
+        Executor(plan, 0, {0: stage}, P2P(ps), recorder=Recorder(ps.device, [writer])).run(iteration)
         writer.close()
 
     for iteration, ranks in enumerate((2, 3, 1, 2)):
@@ -129,7 +132,8 @@ def test_a_step_that_breaks_off_is_written_as_far_as_it_came(tmp_path):
 
     writer = TimelineWriter(tmp_path, single_process())
     stage = ModelStage(run, None, begins=True, ends=True)
-    executor = Executor(build_plan("1f1b", Request(1, 3)), 0, {0: stage}, None, recorder=writer)
+    recorder = Recorder(Device("cpu"), [writer])
+    executor = Executor(build_plan("1f1b", Request(1, 3)), 0, {0: stage}, None, recorder=recorder)
     with pytest.raises(FloatingPointError):
         executor.run(4)
     writer.close()
@@ -145,7 +149,7 @@ def test_waiting_for_a_message_is_told_apart():
     clock = [0.0]
     told = []
 
-    class Recorder:
+    class Times:
         now = staticmethod(lambda: clock[0])
         begin_step = staticmethod(lambda plan, rank, iteration: told.append((plan.schedule, rank, iteration)))
         record = staticmethod(lambda *times: told.append(times))
@@ -166,7 +170,7 @@ def test_waiting_for_a_message_is_told_apart():
 
     stage = ModelStage(run, None, begins=False, ends=True)
     plan = lowered(build_plan("1f1b", Request(2, 1)))
-    Executor(plan, 1, {1: stage}, Channel(), recorder=Recorder()).run(3)
+    Executor(plan, 1, {1: stage}, Channel(), recorder=Times()).run(3)
     times = [(0, 0, 0, 0, 0), (1, 0, 6, 5, 0), (2, 6, 6, 0, 0), (3, 6, 6, 0, 0)]
     assert told == [("1f1b", 1, 3), *times, "end"]
 
@@ -179,8 +183,9 @@ def test_operations_in_the_middle_of_computations_are_written_in_the_order_of_th
     log, boundaries = Log(), UnitBoundaries()
     stage = TellingStage(log, boundaries)
     units = {0: units_of()}
+    recorder = Recorder(Device("cpu"), [writer])
     executor = Executor(
-        plan, 0, {0: stage}, NoChannel(), log, units=units, boundaries=boundaries, recorder=writer
+        plan, 0, {0: stage}, NoChannel(), log, units=units, boundaries=boundaries, recorder=recorder
     )
     executor.run(1)
     executor.run(2)

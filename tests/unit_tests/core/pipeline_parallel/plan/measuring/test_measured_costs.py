@@ -104,7 +104,6 @@ def test_activations_are_the_most_of_all_ranks():
 def test_fused_backwards_are_divided_as_those_seen_elsewhere():
     assert divide_backwards([30, None, None], [10, None, None], [None, 100, 7]) == ([30, 75, 5], [10, 25, 2])
     assert divide_backwards([None], [None], [9]) == ([4], [5])  # evenly, and still 9
-    assert divide_backwards([None], [None], [0.5]) == ([0.25], [0.25])
     assert divide_backwards([None, 6], [None, 0], [None, None]) == ([0, 6], [0, 0])
     # a stage that has all three: its own
     figures = figures_of_run(lowered("zb-h1", 1, 2))
