@@ -2,7 +2,7 @@
 
 Rows are fixed orders, so no event queue is needed: each row is a coroutine that runs until its next operation waits for
 an event, and whoever provides the event lets it go on. The times do not depend on the order in which rows are advanced.
-A rank computes on one resource and gathers and reduces on another, its lane (held/lane_clock.py).
+A rank computes on one resource and gathers and reduces on another, its lane (held/residency_walk.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
-from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import (
     IS_BESIDE,
@@ -42,7 +43,7 @@ class Timeline:
     ends: list[list[float]]
     done: list[tuple[int, int]]
     stopped: Mapping[int, tuple[int, str]]
-    lanes: Sequence[LaneClock] = ()
+    lanes: Sequence[RowWalk] = ()
 
     def end(self, rank: int) -> float:
         """When a rank is through, its gathers and reductions too."""
@@ -57,7 +58,7 @@ def execute(
     *,
     blocking_sends: bool = False,
     begin: Sequence[float] | None = None,
-    walks: Sequence[LaneClock] = (),
+    walks: Sequence[RowWalk] = (),
 ) -> Timeline:
     """Walk the plan. blocking_sends: a rank goes on to a computation, a gather or a reduction only when its sends have
     met their receives (rendezvous). begin: when each rank is free; 0 by default. lanes: what gathers and reductions are
@@ -70,8 +71,9 @@ def execute(
     walk = _Walk(plan, costs, blocking_sends)
     walk.lanes += walks
     if lanes is not None and not walks:
-        for units, clock in zip(rank_units(plan.placement, lanes.stages), begin, strict=True):
-            walk.lanes.append(LaneClock(units, lanes, walk.durations, clock))
+        of_ranks = rank_units(plan.placement, lanes.stages)
+        for row, units, clock in zip(plan.rows, of_ranks, begin, strict=True):
+            walk.lanes.append(RowWalk(row, units, lanes, walk.durations, clock, quick=True))
     rows = [walk.row(rank, clock) for rank, clock in enumerate(begin)]
     stopped_at = [0] * len(rows)
     walk.ready += range(len(rows))[::-1]
@@ -104,7 +106,7 @@ class _Walk:
         self.starts: list[list[float]] = [[0.0] * len(row) for row in plan.rows]
         self.ends: list[list[float]] = [[0.0] * len(row) for row in plan.rows]
         self.done: list[tuple[int, int]] = []
-        self.lanes: list[LaneClock] = []
+        self.lanes: list[RowWalk] = []
         self.parts = functools.cache(lambda rank: units_of_parts(plan.rows[rank]))
         # From stage x microbatches to the event of a transfer.
         receives = {ir.RECV_F: self.num_inputs, ir.RECV_B: self.num_inputs + size}

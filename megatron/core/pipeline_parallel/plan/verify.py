@@ -86,11 +86,13 @@ class _Check:
         # (sender, receiver, kind of send) -> inputs in order, at each end
         self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        self.last_weight = [-1] * len(self.ranks)  # by stage: microbatch of the last W (or BW)
-        # Of W's in parts: units that are there, by input; microbatch of the last one, by stage and unit, and by stage.
-        self.parts: dict[int, set[int]] = {}
-        self.last_part: dict[tuple[int, int], int] = {}
-        self.latest_part = [-1] * len(self.ranks)
+        # By stage, by unit and behind these for all together, the last microbatch whose W (or BW) was there; by input,
+        # units of a W that has parts, a bit each.
+        words = plan.residency
+        self.named = words is not None and len(words.units) == len(self.ranks)
+        self.units = [len(names) for names in words.units] if words and self.named else [0] * len(self.ranks)
+        self.added = [[-1] * (count + 1) for count in self.units]
+        self.parts: dict[int, int] = {}
         self.has_lanes = False
         self.out_of_order = ""
         self.states: list[int] = []  # numbers of post-validation's messages at both ends, -1 of what is none
@@ -117,66 +119,52 @@ class _Check:
             elif not IS_COMPUTE[kind]:
                 wrong = self._transfer(rank, op)
             else:
-                wrong = self._compute(rank, kind, stage, microbatch) if first < 0 else self._part(op)
+                wrong = self._compute(rank, op)
                 if pair >= 0:
                     alone, partner = place != partner, ir.partner_of(row, place)
                     if alone and partner < 0:
                         wrong = "overlaps with nothing beside it"
             if wrong:
                 raise ir.wrong_op(rank, place, op, wrong)
-            if kind in (ir.W, ir.BW) and self._behind_later(op) and not self.out_of_order:
+            if ir.WRITES_GRADS[kind] and self._behind_later(op) and not self.out_of_order:
                 self.out_of_order = f"rank {rank}, place {place}, {ir.op_text(op)}"
 
     def _behind_later(self, op: ir.RawOp) -> bool:
-        """Whether weight gradients of a later microbatch were added before; unit by unit, where a W has parts."""
-        stage, microbatch = op[1], op[2]
-        if op[4] >= 0:
-            units = [(stage, unit) for unit in range(op[4], op[5])]
-            latest = max(self.last_weight[stage], *(self.last_part.get(unit, -1) for unit in units))
-            self.last_part.update(dict.fromkeys(units, microbatch))
-            self.latest_part[stage] = max(self.latest_part[stage], microbatch)
-        else:
-            latest = max(self.last_weight[stage], self.latest_part[stage])
-            self.last_weight[stage] = microbatch
-        return microbatch < latest
+        """Whether weight gradients of a later microbatch were added before, to any of the units."""
+        added, mine = self.added[op[1]], slice(op[4], op[5]) if op[4] >= 0 else slice(None)
+        latest = max(added[mine])
+        added[mine] = [op[2]] * len(added[mine])
+        return op[2] < latest
 
-    def _compute(self, rank: int, kind: int, stage: int, microbatch: int) -> str:
+    def _compute(self, rank: int, op: ir.RawOp) -> str:
         """What is wrong with a computation, or nothing."""
+        kind, stage, microbatch, _, first, end, _, _ = op
         at, gives = stage * self.total + microbatch, _DOES[kind]
-        state = self.state[at]
+        state, units, part = self.state[at], self.units[stage], 0
         if self.plan.forward_only and kind != ir.F:
             return "is no forward, and the plan is forward_only"
-        if state & gives or (gives & _DONE_W and at in self.parts):
+        if first >= 0:
+            if not self.named:
+                return "the plan does not say which units a stage has"
+            if end > units:
+                return f"stage {stage} has {units} units"
+            part = (1 << end) - (1 << first)
+        done = self.parts.get(at, 0) if gives & _DONE_W else 0
+        if state & gives or (done & part if part else done):
             return "is there twice"
         if kind != ir.F and not state & _DONE_F:
             return f"comes before {stage}F{microbatch}"
         if kind == ir.W and not state & _DONE_B:
             return f"comes before {stage}B{microbatch}"
-        self.state[at] = state | gives
+        if part:
+            self.parts[at] = done | part
+        if not part or done | part == (1 << units) - 1:
+            self.state[at] = state | gives
         need, source = (at, stage - 1) if kind == ir.F else (at + self.size, stage + 1)
         if kind == ir.W or not 0 <= source < len(self.ranks):
             return ""
         missing = self.by_message and self.ranks[source] != rank and self.received[need] < 0
         return f"has no receive before it for its input from stage {source}" if missing else ""
-
-    def _part(self, op: ir.RawOp) -> str:
-        """What is wrong with a part of a W, or nothing."""
-        stage, microbatch, first, end = op[1], op[2], op[4], op[5]
-        words = self.plan.residency
-        if words is None or len(words.units) != len(self.ranks):
-            return "the plan does not say which units a stage has"
-        if end > len(words.units[stage]):
-            return f"stage {stage} has {len(words.units[stage])} units"
-        at = stage * self.total + microbatch
-        state, done = self.state[at], self.parts.setdefault(at, set())
-        if state & _DONE_W or not done.isdisjoint(range(first, end)):
-            return "is there twice"
-        if not state & _DONE_B:
-            return f"comes before {stage}B{microbatch}"
-        done.update(range(first, end))
-        if len(done) == len(words.units[stage]):
-            self.state[at] = state | _DONE_W
-        return ""
 
     def _transfer(self, rank: int, op: ir.RawOp) -> str:
         """What is wrong with one end of a message, or nothing."""

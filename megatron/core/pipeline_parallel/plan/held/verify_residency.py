@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, grouping_of, walk_row
-from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes, lane_of
+from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, walk_row
+from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses, grouping_of
 from megatron.core.pipeline_parallel.plan.held.units import (
     RankUnits,
     Share,
@@ -27,7 +27,6 @@ from megatron.core.pipeline_parallel.plan.held.units import (
     rank_units,
 )
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
-from megatron.core.pipeline_parallel.plan.lanes import lane_of
 from megatron.core.pipeline_parallel.plan.residency import (
     LaneCosts,
     PlannedResidency,
@@ -130,7 +129,7 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
             f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
         )
     if residency.grads_sharded:
-        most += uses.most_adding(overlap_reduce=residency.overlap_reduce)
+        most += uses.most_adding(residency)
         if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
             most += lane_of(ir.REDUCE).most_under_way * max(uses.units.grad_bytes, default=0)
     if walk.most_transient > most:

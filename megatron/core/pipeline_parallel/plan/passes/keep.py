@@ -71,7 +71,7 @@ def _grouped(uses: RowUses, gaps: Sequence[Gap], grouping: Grouping) -> list[Gap
             kept.append(gap)
         elif one > other:
             raise PlanError(
-                f"rank {uses.units.rank}: two of its stages share the weights of {uses.units.unit(gap.unit).name}, "
+                f"rank {uses.units.rank}: two of its stages share the weights of {uses.units.units[gap.unit].name}, "
                 "and this order adds up their gradients in another order than the run has until now, which would "
                 "change its bits"
             )
@@ -89,7 +89,7 @@ def _groups_of(uses: RowUses, unit: int, spans: Sequence[Span], grouping: Groupi
         mine = left[span.begin[1]]
         if not mine:
             raise PlanError(
-                f"rank {uses.units.rank}: the stored grouping of unit {uses.units.unit(unit).name} has fewer"
+                f"rank {uses.units.rank}: the stored grouping of unit {uses.units.units[unit].name} has fewer"
                 " microbatches than the plan"
             )
         found.append(mine.pop())

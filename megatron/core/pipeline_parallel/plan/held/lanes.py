@@ -7,10 +7,15 @@ places in the row, so what is held depends on no clock.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
+from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.transport.traffic import NOTHING, Moved
 
 T = TypeVar("T")
 
@@ -36,6 +41,62 @@ LANES = {ir.PEERS: LaneRow(ir.PEERS, _kinds_of(ir.PEERS), most_under_way=2)}
 def lane_of(kind: int) -> LaneRow:
     """That an operation rides on."""
     return next(lane for lane in LANES.values() if kind in lane.kinds)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What a plan's operations of data parallelism are about, and what they cost where the table of lanes says nothing
+    else."""
+
+    stages: tuple[StageUnits, ...]
+    residency: Residency
+    costs: LaneCosts
+
+
+class Held(NamedTuple):
+    """Bytes at one boundary. place: of the operation in the row, access: the one that has begun, -1 where the operation
+    is through. gathered: whole weights. gradients: whole ones that still grow or wait. under_way: being reduced.
+    activation: in the cost model's unit."""
+
+    place: int
+    access: int
+    gathered: int
+    gradients: int
+    under_way: int
+    activation: float
+
+    @property
+    def transient(self) -> int:
+        """What weights and gradients take beyond their states at rest."""
+        return self.gathered + self.gradients + self.under_way
+
+    @property
+    def total(self) -> float:
+        return self.transient + self.activation
+
+
+@dataclass
+class Moves:
+    """What a row's collectives move: gathers and reductions over the ranks that share states, sums and gathers over
+    instances."""
+
+    gathers: Moved = NOTHING
+    reductions: Moved = NOTHING
+    outer_sums: Moved = NOTHING
+    outer_gathers: Moved = NOTHING
+
+    def __add__(self, other: Moves) -> Moves:
+        return Moves(*map(operator.add, vars(self).values(), vars(other).values()))
+
+
+def gathered(shares: Iterable[Share]) -> Moved:
+    """By gathers of a unit."""
+    return sum((Moved(1, share.gathered) for share in shares if share.gathered), NOTHING)
+
+
+def summed(shares: Iterable[Share]) -> Moved:
+    """By reductions of a unit, or sums over instances."""
+    return sum((Moved(share.calls, share.reduced) for share in shares), NOTHING)
 
 
 class UnderWay(Generic[T]):
