@@ -47,7 +47,7 @@ class Kind(enum.IntEnum):
 
 # Plain ints, for loops over whole plans.
 F, B, W, BW, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = map(int, list(Kind)[:11])
-HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
+SEND_STATE, RECV_STATE, VALIDATE, STEP, HSDP_ALL_REDUCE = map(int, list(Kind)[11:])
 
 
 class KindInfo(NamedTuple):

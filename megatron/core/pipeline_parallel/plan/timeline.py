@@ -21,13 +21,11 @@ from megatron.core.pipeline_parallel.plan.ir import (
     IS_BESIDE,
     IS_COMPUTE,
     IS_TRANSFER,
-    Kind,
     Plan,
     RawOp,
 )
 
 Wait = tuple[int, int]  # an event, and the place in the row that waits for it
-_RECV_STATE, _SEND_STATE, _STEP = int(Kind.RECV_STATE), int(Kind.SEND_STATE), int(Kind.STEP)
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class _Walk:
                 starts[place] = ends[place] = clock
                 place = behind
                 continue
-            if unmet and kind != _RECV_STATE and not (IS_BESIDE[kind] and op[3]):
+            if unmet and kind != ir.RECV_STATE and not (IS_BESIDE[kind] and op[3]):
                 for event in unmet:
                     if times[event] < 0:
                         yield event, place
@@ -209,11 +207,11 @@ class _Walk:
     ) -> Generator[Wait, None, float]:
         """An operation of post-validation; returns when it is done."""
         kind, peer = op[0], op[6]
-        if kind == _RECV_STATE:
+        if kind == ir.RECV_STATE:
             self.provide(self.num_inputs + self.state_for(rank, from_before=peer < rank), clock)
             return clock
         # A partial state comes from the rank before and goes to the one behind; the whole one goes the other way.
-        partial = kind == _STEP or (kind == _SEND_STATE and peer > rank)
+        partial = kind == ir.STEP or (kind == ir.SEND_STATE and peer > rank)
         needs = rank > 0 if partial else rank + 1 < self.num_ranks
         message = self.state_for(rank, from_before=partial)
         if needs and self.times[message] < 0:
@@ -222,7 +220,7 @@ class _Walk:
             clock = self.lanes[rank].do(place, op, clock)
         if needs:
             clock = max(clock, max(self.times[message], self.times[self.num_inputs + message]) + self.comm)
-        if kind == _SEND_STATE:
+        if kind == ir.SEND_STATE:
             message = self.state_for(peer, from_before=partial)
             self.provide(message, clock)
             if self.blocking_sends:

@@ -83,9 +83,8 @@ class _Check:
         self.state = bytearray(self.size)
         self.sent = [-1] * (2 * self.size)
         self.received = [-1] * (2 * self.size)
-        # (sender, receiver, kind of send) -> inputs in order, at each end
-        self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        # (sender, receiver, kind of send) -> inputs in order, where they are sent and where they are received
+        self.routes: dict[tuple[int, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         # By stage, by unit and behind these for all together, the last microbatch whose W (or BW) was there; by input,
         # units of a W that has parts, a bit each.
         words = plan.residency
@@ -185,8 +184,8 @@ class _Check:
             return "has no message number"
         pairs[need] = pair
         name = ir.SEND_F if forward else ir.SEND_B
-        route = self.sends[rank, peer, name] if sends else self.receives[peer, rank, name]
-        route.append(need)
+        ends = (rank, peer) if sends else (peer, rank)
+        self.routes[(*ends, name)][not sends].append(need)
         return ""
 
     def all_computed(self) -> None:
@@ -220,9 +219,8 @@ class _Check:
         numbers = [pair for pair in self.sent if pair >= 0] + sorted(states)[::2]
         if len(numbers) != len(set(numbers)):
             raise ir.PlanError("two messages have the same number")
-        for (sender, receiver, kind), sent in self.sends.items():
-            both = zip(sent, self.receives[sender, receiver, kind], strict=True)
-            for place, (one, other) in enumerate(both):
+        for (sender, receiver, kind), ends in self.routes.items():
+            for place, (one, other) in enumerate(zip(*ends, strict=True)):
                 if one != other:
                     raise ir.PlanError(
                         f"message {place} of {NAMES[kind]} from rank {sender} to rank {receiver} is of microbatch "

@@ -30,12 +30,14 @@ class LaneRow(NamedTuple):
     costs: LaneCosts | None = None
 
 
-def _kinds_of(name: str) -> tuple[int, ...]:
-    return tuple(kind for kind, info in ir.KINDS.items() if info.lane == name)
-
-
 # By name.
-LANES = {ir.PEERS: LaneRow(ir.PEERS, _kinds_of(ir.PEERS), most_under_way=2)}
+LANES = {
+    ir.PEERS: LaneRow(
+        ir.PEERS,
+        tuple(kind for kind, info in ir.KINDS.items() if info.lane == ir.PEERS),
+        most_under_way=2,
+    )
+}
 
 
 def lane_of(kind: int) -> LaneRow:

@@ -154,9 +154,9 @@ class RowWalk:
             if not op[3]:
                 return self._beside(place, op, clock)
             self._inside.append((place, op))
-        elif kind == ir.Kind.VALIDATE:
+        elif kind == ir.VALIDATE:
             self.repeated = dataclasses.replace(self.moves)
-        elif kind == ir.Kind.STEP or (kind == ir.Kind.SEND_STATE and op[6] > self.units.rank):
+        elif kind == ir.STEP or (kind == ir.SEND_STATE and op[6] > self.units.rank):
             # A step is decided on, or the rank's part of its state sent on: all that was issued is through.
             clock = self._wait(clock, self.free)
             self._all_through(place)
@@ -250,54 +250,53 @@ class RowWalk:
 
     def _effect(self, place: int, op: RawOp, unit: int, in_use: tuple[int, ...]) -> int:
         """What it does to a unit's weights or gradients; bytes of the gradients that it reads until it is through."""
-        if wrong := self.wrong_with(op[0], unit, in_use):
-            raise self._wrong(place, op, f"{self._name(unit)} {wrong}")
-        kind, its, moves = op[0], self.units.units[unit], self.moves
+        kind, its, moves, wrong, taken = op[0], self.units.units[unit], self.moves, "", 0
         if kind == ir.UNSHARD:
+            if not self._gathers:
+                wrong = "is whole at rest"
+            elif unit in self._readable:
+                wrong = "is gathered already"
+            elif not its.weight_bytes:
+                wrong = "has no weights to gather"
             self.num_gathers += 1
             self._readable.add(unit)
-            self._whole_weights += self.units.weight_bytes[unit] * self._weights_sharded
+            self._whole_weights += its.weight_bytes * self._weights_sharded
             moves.gathers += gathered(its.cut)
             if unit not in self._gathered:
                 moves.outer_gathers += gathered(its.repeated)
         elif kind == ir.RESHARD:
+            if not self._weights_sharded:
+                wrong = "is whole at rest"
+            elif unit not in self._readable:
+                wrong = "is not gathered"
+            elif unit in in_use:
+                wrong = "is in use"
             self._readable.discard(unit)
-            self._whole_weights -= self.units.weight_bytes[unit]
+            self._whole_weights -= its.weight_bytes
         elif kind == ir.REDUCE:
+            if unit in self._open:
+                wrong = "does not have all gradients of the microbatch under way"
+            elif not self._fresh[unit]:
+                wrong = "has no gradients since they were last summed"
+            elif unit in self._outer_summed:
+                wrong = "was summed over instances already"
+            elif self._grads_sharded:
+                taken = self._gradients.taken(unit)
             moves.reductions += summed(its.cut)
             self._groups[unit].append(self._fresh[unit])
             self._fresh[unit] = {}
-            return self._gradients.taken(unit) if self._grads_sharded else 0
         else:
+            if not its.repeated:
+                wrong = "has no other instances"
+            elif not self._groups[unit] or self._fresh[unit] or unit in self._open:
+                wrong = "is summed over instances before its last reduction"
+            elif unit in self._outer_summed:
+                wrong = "is summed over instances twice"
             moves.outer_sums += summed(its.repeated)
             self._outer_summed.add(unit)
-        return 0
-
-    def wrong_with(self, kind: int, unit: int, in_use: tuple[int, ...]) -> str:
-        """What is wrong with an operation on a unit, or nothing."""
-        if kind == ir.UNSHARD:
-            if not self._gathers:
-                return "is whole at rest"
-            if unit in self._readable:
-                return "is gathered already"
-            return "" if self.units.weight_bytes[unit] else "has no weights to gather"
-        if kind == ir.RESHARD:
-            if not self._weights_sharded:
-                return "is whole at rest"
-            if unit not in self._readable:
-                return "is not gathered"
-            return "is in use" if unit in in_use else ""
-        if kind == ir.REDUCE:
-            if unit in self._open:
-                return "does not have all gradients of the microbatch under way"
-            if not self._fresh[unit]:
-                return "has no gradients since they were last summed"
-            return "was summed over instances already" if unit in self._outer_summed else ""
-        if not self.units.units[unit].repeated:
-            return "has no other instances"
-        if not self._groups[unit] or self._fresh[unit] or unit in self._open:
-            return "is summed over instances before its last reduction"
-        return "is summed over instances twice" if unit in self._outer_summed else ""
+        if wrong:
+            raise self._wrong(place, op, f"{self._name(unit)} {wrong}")
+        return taken
 
     def _all_through(self, place: int) -> None:
         """What must be so where a step is decided on, and at the row's end."""

@@ -141,11 +141,6 @@ class WholeGradients:
         self._extra: set[tuple[int, int]] = set()  # (unit, stage) whose accumulators are there
 
     @property
-    def held(self) -> int:
-        """With what is under way."""
-        return self.growing + self.under_way
-
-    @property
     def under_way(self) -> int:
         return sum([what[0] for _, _, what in self.under.entries])
 
@@ -170,13 +165,6 @@ class WholeGradients:
         self._extra = {key for key in self._extra if key[0] != unit}
         self.growing -= size
         return size
-
-    def sum(self, kind: int, unit: int) -> None:
-        """A reduction, or a sum over instances, of which nobody asks when it ends."""
-        lane, size = lane_of(kind), self.taken(unit) if kind == REDUCE else 0
-        self.under.of(unit)
-        self.under.before_one_more(lane)
-        self.under.begin(lane, unit, (size, 0.0))
 
 
 class Stay(NamedTuple):
@@ -240,12 +228,15 @@ def gradients_held(uses: RowUses, issued: Sequence[Issued], *, reduced_first: bo
         _, kind, stay = issued[at]
         held += [now] * (moment - len(held))
         if what == 0:
-            gradients.sum(kind, stay.unit)
+            lane, size = lane_of(kind), gradients.taken(stay.unit) if kind == REDUCE else 0
+            gradients.under.of(stay.unit)
+            gradients.under.before_one_more(lane)
+            gradients.under.begin(lane, stay.unit, (size, 0.0))
         elif what == 1:
             gradients.begin(stay.unit)
         else:
             for stage in {use.begin[1] for use in stay.uses if use.last == moment}:
                 gradients.complete(stay.unit, stage)
-        now = gradients.held
+        now = gradients.growing + gradients.under_way
     held += [now] * (uses.num_moments - len(held))
     return held if reduced_first else [max(pair) for pair in zip(held, [0, *held], strict=False)]

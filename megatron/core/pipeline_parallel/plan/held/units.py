@@ -72,16 +72,12 @@ class UnitCosts:
     @functools.cached_property
     def cut(self) -> tuple[Share, ...]:
         """With groups of several ranks that cut its states: what UNSHARD gathers and REDUCE sums."""
-        return self._of_several(instances=False)
+        return tuple(one for one in self.shares if one.group.size > 1 and not one.group.instances)
 
     @functools.cached_property
     def repeated(self) -> tuple[Share, ...]:
         """With several instances: what HSDP_ALL_REDUCE sums."""
-        return self._of_several(instances=True)
-
-    def _of_several(self, *, instances: bool) -> tuple[Share, ...]:
-        groups = ((share, share.group) for share in self.shares)
-        return tuple(share for share, group in groups if group.size > 1 and group.instances == instances)
+        return tuple(one for one in self.shares if one.group.size > 1 and one.group.instances)
 
     @property
     def weight_bytes(self) -> int:
