@@ -223,15 +223,14 @@ def planned_residency(
     for rank, (row, units) in enumerate(zip(plan.rows, every, strict=True)):
         walk, times = walk_row(row, units, spec.residency, in_bytes), dict[str, float]()
         if timed is not None:
-            shares = {"lane_share": timed.lane_share[rank], "exposed_share": timed.exposed[rank] / timed.cost}
-            times = {**shares, "step_s": timed.cost / _NS_PER_S}
+            times["lane_share"], times["step_s"] = timed.lane_share[rank], timed.cost / _NS_PER_S
+            times["exposed_share"] = timed.exposed[rank] / timed.cost
         fullest, peak = (
             HeldBytes(at_rest[rank], one.gathered, one.gradients + one.under_way, None)
             for one in (walk.fullest, walk.peak)
         )
-        most = None
+        most = None if in_bytes is None else round(walk.most.activation)
         if in_bytes is not None:
-            most = round(walk.most.activation)
             peak = dataclasses.replace(peak, activations=round(walk.peak.activation))
         moves = walk.moves
         if not weights_changed:  # what instances gather comes once behind each step, and so may all else

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
+from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_lanes, verify_residency
 from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, IS_VALIDATION, NAMES
@@ -32,8 +32,8 @@ def verify(
 
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
     F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
-    its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met;
-    activations never negative; W (or BW) of a stage in microbatch order, unless the plan is not bitwise: gradients are
+    its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met; W
+    (or BW) of a stage in microbatch order, unless the plan is not bitwise: gradients are
     added there alone. A forward_only plan has one F each and no backward. Operations of post-validation are all there
     or none, see `verify_state`. Parts of a W are together all units once.
     deadlock: False leaves that check to a pass that walks the plan next. stages, residency: what gathers and reductions
@@ -68,8 +68,6 @@ def verify(
         )
     if deadlock:
         _no_deadlock(plan, costs)
-    for rank, row in enumerate(plan.rows):
-        peak_activation(rank, row, costs, forward_only=plan.forward_only)
 
 
 class _Check:

@@ -44,14 +44,16 @@ class Gap(NamedTuple):
 
 
 class RowUses:
-    """computations: (place in the row, first moment). reads: by unit, when its weights are in use; consecutive accesses
-    are one use, whatever stands between them that reads no weights; apart: only neighbours are, so that a W between two
-    of them may have the room. adds: by unit, when a computation contributes to its gradients, from the first access to
-    the last. num_moments: without the end. most_read: the most bytes of weights that one access reads."""
+    """places: of computations in the row. firsts: their first moments, and the end. reads: by unit, when its weights
+    are in use; consecutive accesses are one use, whatever stands between them that reads no weights; apart: only
+    neighbours are, so that a W between two of them may have the room. adds: by unit, when a computation contributes to
+    its gradients, from the first access to the last. num_moments: without the end. most_read: the most bytes of weights
+    that one access reads."""
 
     def __init__(self, row: Row, units: RankUnits, *, apart: bool = False) -> None:
         self.row, self.units = row, units
-        self.computations: list[tuple[int, int]] = []
+        self.places: list[int] = []
+        self.firsts: list[int] = []
         self.reads: list[list[Span]] = [[] for _ in range(len(units))]
         self.adds: list[list[Span]] = [[] for _ in range(len(units))]
         last_read = [-2] * len(units)  # by number of the reading access
@@ -60,7 +62,8 @@ class RowUses:
         for place, op in enumerate(row):
             if not IS_COMPUTE[op[0]]:
                 continue
-            self.computations.append((place, moment))
+            self.places.append(place)
+            self.firsts.append(moment)
             for use in units.uses(op):
                 for unit in use.reads:
                     mine = self.reads[unit]
@@ -78,6 +81,7 @@ class RowUses:
                 for unit in use.completes:
                     self.adds[unit][-1].last = moment
                 moment += 1
+        self.firsts.append(moment)
         self.num_moments = moment
         self.most_read = max(
             (sum(units.weight_bytes[unit] for unit in one) for one in read_together), default=0
@@ -197,15 +201,13 @@ def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> list
     instances, behind its last reduction, waits for that one, and so stands behind the next one in the row."""
     groups = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
     last = {stay.unit: stay for stay in groups}
-    firsts = [first for _, first in uses.computations]
     issued: list[Issued] = []
     waiting: Stay | None = None
     for stay in groups:
         moment = stay.last + 1
         if not residency.overlap_reduce:  # behind the computation, or the row
-            place = bisect_left(firsts, moment)
-            within = residency.grads_sharded and place < len(firsts)
-            moment = firsts[place] if within else uses.num_moments
+            behind = uses.firsts[bisect_left(uses.firsts, moment)]
+            moment = behind if residency.grads_sharded else uses.num_moments
         issued.append((moment, REDUCE, stay))
         if waiting is not None:
             issued.append((moment, HSDP_ALL_REDUCE, waiting))

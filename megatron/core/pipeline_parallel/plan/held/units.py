@@ -24,7 +24,6 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace
 
 Access = tuple[int, ...]
-_SHARE_BYTES = ("gathered", "reduced", "at_rest", "calls")
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,8 @@ def _built_facts(stage: StageUnits) -> Iterator[dict[str, object]]:
             facts[f"its place in the {what}"] = [at for at, access in enumerate(row) if place in access]
         for share in unit.shares:
             over = f"over {share.group.size} ranks of {share.group.name}"
-            facts |= {f"{name} {over}": getattr(share, name) for name in _SHARE_BYTES}
+            sizes = ("gathered", "reduced", "at_rest", "calls")
+            facts |= {f"{name} {over}": getattr(share, name) for name in sizes}
         yield facts
 
 

@@ -203,10 +203,9 @@ class RowMaker:
     def _room(self, uses: RowUses, limit: float) -> list[float]:
         """By moment, bytes of a limit that states at rest and activations leave: C(t) of
         docs/design/007-one-plan.md."""
-        ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
         held = activations(uses.row, self.costs, forward_only=self.plan.forward_only)
         room: list[float] = []
-        for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
+        for (_, used, _), (first, end) in zip(held, itertools.pairwise(uses.firsts), strict=True):
             room += [limit - uses.units.bytes_at_rest - used] * (end - first)
         return room
 
@@ -257,14 +256,14 @@ def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
     """The row with what is issued, at one moment in this order. What belongs to the row's end stands behind its last
     transfer and before the step is decided on."""
     end = 1 + max(place for place, op in enumerate(uses.row) if not ir.IS_VALIDATION[op[0]])
-    computations = [*uses.computations, (end, uses.num_moments)]
-    firsts = [first for _, first in computations]
+    places = [*uses.places, end]
     before: list[list[RawOp]] = [[] for _ in range(len(uses.row) + 1)]
     for moment, kind, stay in sorted(issued, key=lambda one: one[0]):
-        place, first = computations[bisect_right(firsts, moment) - 1]
+        at = bisect_right(uses.firsts, moment) - 1
+        first = uses.firsts[at]
         begun = moment - first + 1 if moment > first else 0
         # Named as a unit of the stage that uses it first, or last.
         stage = stay.uses[0 if kind == ir.UNSHARD else -1].begin[1]
         unit = uses.units.of[stage].index(stay.unit)
-        before[place].append((kind, stage, -1, begun, unit, unit + 1, -1, -1))
+        before[places[at]].append((kind, stage, -1, begun, unit, unit + 1, -1, -1))
     return tuple(itertools.chain(*((*ops, *uses.row[at : at + 1]) for at, ops in enumerate(before))))
