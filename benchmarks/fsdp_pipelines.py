@@ -50,7 +50,7 @@ from benchmarks.pipeline_training import (
     timing,
 )
 from megatron.core.pipeline_parallel.plan.build import plan_for
-from megatron.core.pipeline_parallel.plan.held.residency_walk import Held as Boundary
+from megatron.core.pipeline_parallel.plan.held.lanes import Held as Boundary
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Row

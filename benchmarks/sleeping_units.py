@@ -13,10 +13,9 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes, UnderWay, lane_of
 from megatron.core.pipeline_parallel.plan.held.units import Access, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import BW, REDUCE, W
-from megatron.core.pipeline_parallel.plan.lanes import UnderWay, lane_of
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
@@ -145,8 +144,8 @@ class SleepingUnits(SleepingStage):
         walk = self._walks.get((kind, *part))
         if walk is None:
             op, units = (kind, self._stage, 0, 0, *part, -1, -1), self._engine.units[self._stage]
-            seconds = (share * self.times[kind] for share in units.shares(op))
-            walk = self._walks[kind, *part] = list(zip(units.accesses(op), seconds, strict=True))
+            walk = [(use.units, use.share * self.times[kind]) for use in units.uses(op)]
+            self._walks[kind, *part] = walk
         message = np.zeros(2)
         tensor = torch.from_numpy(message)
         for access, sleep_s in walk:

@@ -134,9 +134,12 @@ class _Search:
         self.mine = sorted(spec.local_stages(rank))
         self.room = residency.limit[rank] - units.bytes_at_rest + ROUNDING
         self.takes = spec.costs.durations()
-        every = [units.unit(number) for number in range(len(units))]
-        self.gather = [lanes.unshard(one, first=False) for one in every]
-        self.reduce = [lanes.reduce(one, residency) for one in every]
+        self.home = {}  # of each unit: its first stage, and the place in it
+        for stage, numbers in units.of.items():
+            for place, number in enumerate(numbers):
+                self.home.setdefault(number, (stage, place))
+        self.gather = [lanes.unshard(one, first=False) for one in units.units]
+        self.reduce = [lanes.reduce(one, residency) for one in units.units]
         early = self._earliest(lanes.unshard(stages[0].units[0], first=True))
         self.arrivals = [op for op in early if op[1] not in self.mine and self._goes_to(op) in self.mine]
         self.sends = [
@@ -267,7 +270,7 @@ class _Search:
             if unit in use.begins:
                 clock = _later(clock, end)
         under = [one for one in under if one[0] not in use.begins]
-        clock = _plus(clock, self.units.stages[op[1]].shares(op)[access] * self.takes[op[0]][op[1]])
+        clock = _plus(clock, self.units.uses(op)[access].share * self.takes[op[0]][op[1]])
         key = key._replace(
             running=(op, access + 1),
             whole=key.whole.union(use.begins),
@@ -323,7 +326,7 @@ class _Search:
             if any(unit in use.reads for use in self.units.uses(op)[access:]):
                 return True
             done = self._done(done, op)
-        return done[self.mine.index(self.units.home[unit][0])][1] < self.total
+        return done[self.mine.index(self.home[unit][0])][1] < self.total
 
     def _kept(self, key: _Key, times: _Times) -> _Times | None:
         """Moments without what other parts are never before; None if the rest takes too long."""
@@ -332,14 +335,14 @@ class _Search:
             left += (self.total - forward) * self.takes[F][stage] + (self.total - backward) * self.takes[B][
                 stage
             ]
-            shares = self.units.stages[stage].shares(compute(W, stage, 0))[::-1]
+            shares = [use.share for use in self.units.uses(compute(W, stage, 0))][::-1]
             left += (
                 sum((self.total - one) * share for one, share in zip(weights, shares, strict=True))
                 * self.takes[W][stage]
             )
         if key.running is not None:
             op, access = key.running
-            left -= sum(self.units.stages[op[1]].shares(op)[:access]) * self.takes[op[0]][op[1]]
+            left -= sum(use.share for use in self.units.uses(op)[:access]) * self.takes[op[0]][op[1]]
         if left > ROUNDING:
             left += min(self.reduce)
         clock, free = self._without(times.clock), self._without(times.free)
@@ -369,7 +372,7 @@ class _Search:
         return (first, *(one if one + self.cutoff > first else NEVER for one in moment[1:]))
 
     def _op(self, kind: int, unit: int, begun: int) -> RawOp:
-        stage, place = self.units.home[unit]
+        stage, place = self.home[unit]
         return (kind, stage, -1, begun, place, place + 1, -1, -1)
 
 

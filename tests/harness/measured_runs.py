@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures, RankStep, figures_of
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (

@@ -108,7 +108,7 @@ def watch_case(ctx, case):
         engine,
         traffic_of_plan(run),
         bytes_of={
-            units.unit(one).name: (units.weight_bytes[one], units.grad_bytes[one])
+            units.units[one].name: (units.weight_bytes[one], units.grad_bytes[one])
             for one in range(len(units))
         },
         bound=residency.ahead_of(units),
@@ -117,7 +117,7 @@ def watch_case(ctx, case):
         held=log.found,
         planned_held=[(one.gathered, one.gradients + one.under_way) for one in walk.boundaries],
         at_rest=sum(tracker.live(kind) for kind in ("weights", "main_weights", "main_grads")),
-        planned_at_rest=sum(share.at_rest for one in range(len(units)) for share in units.unit(one).shares),
+        planned_at_rest=sum(share.at_rest for one in range(len(units)) for share in units.units[one].shares),
         transient=tracker.transient_bytes,
         live={kind: tracker.live(kind) for kind in LIVE},
         trained_numel=sum(buffer.weight(name).numel() for name in buffer.names),

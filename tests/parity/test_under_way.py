@@ -3,8 +3,8 @@ says, to the byte, and comes to the same bits."""
 
 import torch
 
+from megatron.core.pipeline_parallel.plan.held.lanes import LANES
 from megatron.core.pipeline_parallel.plan.ir import PEERS
-from megatron.core.pipeline_parallel.plan.lanes import LANES
 from tests.harness.layouts import NO_DROPOUT, Layout, Run
 from tests.harness.planned_steps import BoundaryLog, walk_of
 from tests.harness.ranks import run_ranks

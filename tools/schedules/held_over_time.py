@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import activations
-from megatron.core.pipeline_parallel.plan.held.residency_walk import Held, RowWalk
+from megatron.core.pipeline_parallel.plan.held.lanes import Held
+from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Plan, op_text, partner_of
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.plan.timeline import execute

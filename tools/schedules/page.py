@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lanes import lane_of
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, REDUCE, PlanError
-from megatron.core.pipeline_parallel.plan.lanes import lane_of
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request

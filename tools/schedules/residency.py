@@ -11,7 +11,7 @@ import dataclasses
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency

@@ -37,7 +37,7 @@ from megatron.core.distributed.transient_memory import AllocatedMemory, RestingG
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.lanes import UnderWay, lane_of
+from megatron.core.pipeline_parallel.plan.held.lanes import UnderWay, lane_of
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group, ParallelState

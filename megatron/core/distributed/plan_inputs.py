@@ -18,7 +18,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves
+from megatron.core.pipeline_parallel.plan.held.lanes import Moves
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, differing
 from megatron.core.pipeline_parallel.plan.planned_residency import StepMoves
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts
@@ -37,26 +37,22 @@ def units_of_all_stages(
 
     Raises ModelError on every rank alike, naming a unit, where one was built otherwise.
     """
-    own = dict(zip(stages, model.stage_units(), strict=True))
-    if described is not None:
-        wrong = [(stage, differing(described[stage], built)) for stage, built in own.items()]
-        for stage, why in (
-            one for of_rank in host_data.all_gather_json(wrong, model.ps.control_group) for one in of_rank
-        ):
-            if why is not None:
-                raise ModelError(
-                    f"stage {stage} is not what its plan was made from: {why}. The plan is made from the flags: "
-                    "give those of this model, or derive a class of your own from GPTModel, which is planned as built"
-                )
-        return tuple(described)
-    mine = {str(stage): dataclasses.asdict(units) for stage, units in own.items()}
+    own = zip(stages, model.stage_units(), strict=True)
+    mine = {str(stage): dataclasses.asdict(units) for stage, units in own}
     told: dict[int, StageUnits] = {}
     for of_rank in host_data.all_gather_json(mine, model.ps.control_group):
         for stage, content in of_rank.items():
             units = StageUnits.of_dict(content)
             known = told.setdefault(int(stage), units)
             assert known == units, f"stage {stage} has units {known} on one rank, {units} on another"
-    return tuple(told[stage] for stage in sorted(told))
+    built = tuple(told[stage] for stage in sorted(told))
+    for stage, (planned, units) in enumerate(zip(described or built, built, strict=True)):
+        if (why := differing(planned, units)) is not None:
+            raise ModelError(
+                f"stage {stage} is not what its plan was made from: {why}. The plan is made from the flags: "
+                "give those of this model, or derive a class of your own from GPTModel, which is planned as built"
+            )
+    return tuple(described or built)
 
 
 def measured_wire(model: DistributedDataParallel) -> LaneCosts:

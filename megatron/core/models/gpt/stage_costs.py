@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,12 +44,7 @@ class StageWork:
     held: float = 0.0
 
     def __add__(self, other: StageWork) -> StageWork:
-        return self.plus(other, 1)
-
-    def plus(self, other: StageWork, factor: int) -> StageWork:
-        """With so many times another one."""
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return StageWork(*(a + factor * b for a, b in zip(mine, theirs, strict=True)))
+        return StageWork(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 class _Sizes(NamedTuple):
@@ -83,23 +79,20 @@ class ModelCosts:
         """Times in units of one layer's F; activations in bytes, of a rank of the stage. A transfer takes what it would
         between machines."""
         unit, works = self.layer().f, [self.stage(spec) for spec in stages]
-        return CostModel(
-            tuple(one.f / unit for one in works),
-            tuple(one.b / unit for one in works),
-            tuple(one.w / unit for one in works),
-            tuple(one.saved for one in works),
-            tuple(one.held for one in works),
-            self._hidden(self._sizes.residual) * _FLOPS_OF_SENT_BYTE[self.has_gpu] / unit,
-        )
+        f, b, w, saved, held = zip(*(vars(work).values() for work in works), strict=True)
+        f, b, w = (tuple(time / unit for time in column) for column in (f, b, w))
+        comm = self._hidden(self._sizes.residual) * _FLOPS_OF_SENT_BYTE[self.has_gpu] / unit
+        return CostModel(f, b, w, saved, held, comm)
 
     def stage(self, spec: StageSpec) -> StageWork:
         """All that a stage holds; of one without anything, handing on."""
+        ends = [self.embedding()] * spec.embedding, [self.head()] * spec.loss
+        return sum([*ends[0], *self.of_layers(len(spec.layers)), *ends[1]], self.handed_on(spec))
+
+    def handed_on(self, spec: StageSpec) -> StageWork:
+        """What a stage gets, keeps of that and hands on, whatever it holds."""
         inputs = (bool(spec.layers) or not spec.embedding) + (bool(spec.layers) and spec.loss)
-        total = StageWork(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._sizes.residual))
-        if spec.embedding:
-            total = total + self.embedding()
-        total = sum(self.of_layers(len(spec.layers)), total)
-        return total + self.head() if spec.loss else total
+        return StageWork(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._sizes.residual))
 
     def of_layers(self, count: int) -> list[StageWork]:
         """Each of a stage's layers, without the input of the first, which the stage has."""

@@ -7,7 +7,7 @@ them into. Work is that of stage_costs, so what units take adds up to what their
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron.core.models.gpt.parameter_count import unit_parameters, word_parameters
 from megatron.core.models.gpt.stage_costs import ModelCosts, StageWork
@@ -19,7 +19,8 @@ from megatron.core.unit_accesses import Accesses, merged_groups, merged_name
 
 _SUMS = ("f", "b", "w", "activation", "held_after_b", "extra_grad_bytes")
 
-Parameters = tuple[int, int]  # of one unit: see `unit_parameters`
+# A unit without bytes, with FLOPs and elements of accumulators of further uses; its parameters, see `unit_parameters`.
+Bare = tuple[UnitCosts, tuple[int, int]]
 
 
 def stage_units(
@@ -28,82 +29,78 @@ def stage_units(
     """Of every stage, on one tensor parallel rank. Times in units of one layer's F, activations in bytes, as those of
     `ModelCosts.of_stages`."""
     assert len(specs) == placement.num_stages, f"{len(specs)} stages, {placement} has {placement.num_stages}"
-    both_ends_here, unit_of_time = placement.has_both_ends_on_one_rank, costs.layer().f
-    joins_ends = both_ends_here and not costs.config.untie_embeddings_and_output_weights
     of_stages = [
         unit_parameters(costs.config, costs.padded_vocab_size, costs.tp, spec, placement) for spec in specs
     ]
-    made = []
+    layer, made = costs.layer().f, []
     for stage, (spec, parameters) in enumerate(zip(specs, of_stages, strict=True)):
-        rows, units = _stage(costs, spec, tuple(parameters), both_ends_here, joins_ends)
-        numels = list(parameters.values())
+        rows, units = _stage(costs, spec, parameters, placement)
         if sizes.bucket_size is not None:
             rank = placement.stages_of(placement.rank_of(stage))
             of_rank = {name: sum(numel) for one in rank for name, numel in of_stages[one].items()}
-            limit, sums = sizes.merged_to(sum(of_rank.values())), [sum(numel) for numel in numels]
-            shared = [place for place, name in enumerate(parameters) if name == "embedding" and joins_ends]
-            groups = merged_groups([rows], sums, limit, shared)
+            shared = [place for place, (unit, _) in enumerate(units) if unit.name == "embedding"]
+            alone = shared if _joins_ends(costs, placement) else []
+            numels = [sum(numel) for _, numel in units]
+            groups = merged_groups([rows], numels, sizes.merged_to(sum(of_rank.values())), alone)
             units = [_joined([units[place] for place in group]) for group in groups]
-            numels = [_added(numels[place] for place in group) for group in groups]
             rows = rows.merged(groups)
-        scaled = (
-            dataclasses.replace(
-                unit, f=unit.f / unit_of_time, b=unit.b / unit_of_time, w=unit.w / unit_of_time
+        laid_out = (
+            sizes.laid_out(
+                dataclasses.replace(unit, f=unit.f / layer, b=unit.b / layer, w=unit.w / layer), numel
             )
-            for unit in units
+            for unit, numel in units
         )
-        laid_out = map(sizes.laid_out, scaled, numels)
         made.append(StageUnits(tuple(laid_out), rows.forward, rows.backward))
     return tuple(made)
 
 
+def _joins_ends(costs: ModelCosts, placement: Placement) -> bool:
+    """Whether the embedding of a rank is its output layer too."""
+    return placement.has_both_ends_on_one_rank and not costs.config.untie_embeddings_and_output_weights
+
+
 def _stage(
-    costs: ModelCosts, spec: StageSpec, names: Sequence[str], both_ends_here: bool, joins_ends: bool
-) -> tuple[Accesses[int], list[UnitCosts]]:
-    """Its accesses, and its units without bytes: with FLOPs, and elements of accumulators of further uses. joins_ends:
-    the embedding of this rank is its output layer too."""
+    costs: ModelCosts, spec: StageSpec, parameters: Mapping[str, tuple[int, int]], placement: Placement
+) -> tuple[Accesses[int], list[Bare]]:
+    """Its accesses, and its units."""
     config, words = costs.config, word_parameters(costs.config, costs.padded_vocab_size, costs.tp)
-    where = {"embeds": spec.embedding, "ends": spec.loss, "other_end_here": both_ends_here}
-    chunks = config.recompute_chunks(len(spec.layers))
-    tied = not config.untie_embeddings_and_output_weights
-    rows = accesses_of_stage(spec.layers, chunks, tied=tied, **where)
+    rows = accesses_of_stage(
+        spec.layers,
+        config.recompute_chunks(len(spec.layers)),
+        tied=not config.untie_embeddings_and_output_weights,
+        embeds=spec.embedding,
+        ends=spec.loss,
+        other_end_here=placement.has_both_ends_on_one_rank,
+    )
     works = dict(zip(map(layer_name, spec.layers), costs.of_layers(len(spec.layers)), strict=True))
     works |= {"head": costs.head(), ONE_MATRIX: costs.embedding() + costs.head()}
     if spec.embedding:
         works["embedding"] = costs.embedding()
-    mine = [works.get(name, StageWork()) for name in names]
-    if mine:
-        mine[0] = mine[0] + costs.stage(spec).plus(sum(mine, StageWork()), -1)
-    units = []
-    for name, work in zip(names, mine, strict=True):
-        looks_up = name == "embedding" and spec.embedding
-        again = name == ONE_MATRIX or (looks_up and joins_ends)
-        units.append(
-            UnitCosts(
-                name,
-                work.f,
-                work.b,
-                work.w,
-                work.saved,
-                work.held,
-                extra_grad_bytes=words if again else 0,
-                backward_reads=not looks_up,
-                begins_with_lookup=name == ONE_MATRIX,
-            )
+    units: list[Bare] = []
+    for name, numel in parameters.items():
+        work, looks_up = works.get(name, StageWork()), name == "embedding" and spec.embedding
+        if not units:
+            work = work + costs.handed_on(spec)
+        again = name == ONE_MATRIX or (looks_up and _joins_ends(costs, placement))
+        unit = UnitCosts(
+            name,
+            *(work.f, work.b, work.w, work.saved, work.held),
+            extra_grad_bytes=words * again,
+            backward_reads=not looks_up,
+            begins_with_lookup=name == ONE_MATRIX,
         )
-    return rows.renamed({name: place for place, name in enumerate(names)}), units
+        units.append((unit, numel))
+    return rows.renamed({name: place for place, name in enumerate(parameters)}), units
 
 
-def _added(numels: Iterable[Parameters]) -> Parameters:
-    own, shared = zip(*numels, strict=True)
-    return sum(own), sum(shared)
-
-
-def _joined(units: Sequence[UnitCosts]) -> UnitCosts:
-    sums = {name: sum(getattr(unit, name) for unit in units) for name in _SUMS}
-    return UnitCosts(
-        merged_name([unit.name for unit in units]),
+def _joined(units: Sequence[Bare]) -> Bare:
+    joined, numels = zip(*units, strict=True)
+    sums = {name: sum(getattr(unit, name) for unit in joined) for name in _SUMS}
+    own, shared = map(sum, zip(*numels, strict=True))
+    unit = UnitCosts(
+        merged_name([unit.name for unit in joined]),
         **sums,
-        backward_reads=any(unit.backward_reads for unit in units),
-        begins_with_lookup=all(unit.begins_with_lookup for unit in units),
+        backward_reads=any(unit.backward_reads for unit in joined),
+        begins_with_lookup=all(unit.begins_with_lookup for unit in joined),
     )
+    return unit, (own, shared)

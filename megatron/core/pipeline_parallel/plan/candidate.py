@@ -119,7 +119,7 @@ def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
         row += [compute(kind, stage, 0) for stage in reversed(mine) for kind in (B, W)]
         uses = RowUses(tuple(row), units)
         weights = uses.most_read * asked.weights_sharded
-        gradients = uses.most_adding(overlap_reduce=asked.overlap_reduce) * asked.grads_sharded
+        gradients = uses.most_adding(asked) * asked.grads_sharded
         parts.append(Least(units.bytes_at_rest, weights, gradients, spec.costs.least_activation(mine)))
     return tuple(parts)
 

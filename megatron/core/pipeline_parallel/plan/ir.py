@@ -47,7 +47,7 @@ class Kind(enum.IntEnum):
 
 # Plain ints, for loops over whole plans.
 F, B, W, BW, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = map(int, list(Kind)[:11])
-HSDP_ALL_REDUCE = int(Kind.HSDP_ALL_REDUCE)
+SEND_STATE, RECV_STATE, VALIDATE, STEP, HSDP_ALL_REDUCE = map(int, list(Kind)[11:])
 
 
 class KindInfo(NamedTuple):
@@ -56,7 +56,7 @@ class KindInfo(NamedTuple):
     lane: what runs it: COMPUTE, the stage; MESSAGES between stages; PEERS, collectives over data parallel ranks beside
     computations; DECISION on the optimizer's step. has_microbatch. has_units: it is of units of its stage, all or a
     range. reads_weights, writes_grads: of a computation, of its stage. repeated: standing before VALIDATE, it is done
-    again once a step was taken back. waits_its_turn: as many are under way as its lane allows (lanes.py).
+    again once a step was taken back. waits_its_turn: as many are under way as its lane allows (held/lanes.py).
     """
 
     lane: str

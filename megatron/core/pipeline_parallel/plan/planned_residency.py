@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
-from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
-from megatron.core.pipeline_parallel.plan.held.residency_walk import Moves, walk_row
+from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lanes import Moves
+from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.residency import (
     LaneCosts,
     PlannedResidency,
     Residency,
-    are_shared,
     over_ranks,
 )
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.sharding_table import RankGroup
+from megatron.core.transport.traffic import NOTHING
 from megatron.core.words import counted, share_text, size_text, time_text
 
 _NS_PER_S = 1e9
@@ -78,9 +79,9 @@ class StepMoves:
     @classmethod
     def of(cls, moved: Moves, **times: Any) -> StepMoves:
         """times: lane_share, exposed_share, step_s."""
-        every = (moved.gathers, moved.reductions, moved.outer_gathers, moved.outer_sums)
-        calls = (every[0].calls, every[1].calls, every[2].calls, every[3].calls)
-        return cls(*calls, sum(one.payload_bytes for one in every), **times)
+        every = vars(moved)
+        calls = {name: one.calls for name, one in every.items()}
+        return cls(**calls, payload_bytes=sum(one.payload_bytes for one in every.values()), **times)
 
     @property
     def exposed_s(self) -> float | None:
@@ -181,14 +182,11 @@ def peak_bytes(spec: ScheduleSpec, plan: Plan) -> tuple[float, ...]:
     """By rank, the most that it holds at once: of states at rest, activations, gathered weights and gradients."""
     assert spec.stages_units is not None, "bytes without units"
     assert spec.residency is not None, "bytes without a residency"
-    peaks = []
-    for units, row in zip(rank_units(plan.placement, spec.stages_units), plan.rows, strict=True):
-        if are_shared(spec.stages_units):
-            held = walk_row(row, units, spec.residency, spec.costs).peak.total
-        else:
-            held = peak_activation(units.rank, row, spec.costs)
-        peaks.append(units.bytes_at_rest + held)
-    return tuple(peaks)
+    every = zip(plan.rows, rank_units(plan.placement, spec.stages_units), strict=True)
+    return tuple(
+        units.bytes_at_rest + walk_row(row, units, spec.residency, spec.costs).peak.total
+        for row, units in every
+    )
 
 
 def at_once_lines(spec: ScheduleSpec, num_microbatches: int, purpose: PlanPurpose) -> list[str]:
@@ -223,19 +221,23 @@ def planned_residency(
     timed = None if costs is None or lanes is None else simulate(plan, costs, spec.with_lanes(lanes))
     every = rank_units(plan.placement, spec.stages_units)
     for rank, (row, units) in enumerate(zip(plan.rows, every, strict=True)):
-        walk = walk_row(row, units, spec.residency, in_bytes, weights_changed=weights_changed)
-        times: dict[str, float] = {}
+        walk, times = walk_row(row, units, spec.residency, in_bytes), dict[str, float]()
         if timed is not None:
-            shares = {"lane_share": timed.lane_share[rank], "exposed_share": timed.exposed[rank] / timed.cost}
-            times = {**shares, "step_s": timed.cost / _NS_PER_S}
-        peak, fullest = (
+            times["lane_share"], times["step_s"] = timed.lane_share[rank], timed.cost / _NS_PER_S
+            times["exposed_share"] = timed.exposed[rank] / timed.cost
+        fullest, peak = (
             HeldBytes(at_rest[rank], one.gathered, one.gradients + one.under_way, None)
-            for one in (walk.peak, walk.fullest)
+            for one in (walk.fullest, walk.peak)
         )
         most = None if in_bytes is None else round(walk.most.activation)
         if in_bytes is not None:
             peak = dataclasses.replace(peak, activations=round(walk.peak.activation))
-        moves = walk.moves + walk.repeated if repeated else walk.moves
+        moves = walk.moves
+        if not weights_changed:  # what instances gather comes once behind each step, and so may all else
+            gathers = moves.gathers if spec.residency.weights_sharded else NOTHING
+            moves = dataclasses.replace(moves, gathers=gathers, outer_gathers=NOTHING)
+        if repeated:
+            moves += walk.repeated
         found.append(RankResidency(rank, peak, fullest, most, StepMoves.of(moves, **times)))
     return max(found, key=lambda one: one.at_once.total)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core import schema
 from megatron.core.sharding_table import STRATEGIES, RankGroup, Sharding, ShardOver, ShardPlace
-from megatron.core.transport.traffic import Moved
 from megatron.core.words import counted
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
@@ -200,23 +199,22 @@ class LaneCosts:
     def unshard(self, unit: UnitCosts, *, first: bool) -> float:
         """A gather, and where instances cut the optimizer the one over them before the row's first one."""
         over = [share for share in unit.repeated if share.gathered] if first else []
-        return sum(self.of(Moved(1, share.gathered), share.group.size) for share in (*unit.cut, *over))
+        return sum(self.of(share.gathered, share.group.size) for share in (*unit.cut, *over))
 
     def reduce(self, unit: UnitCosts, residency: Residency) -> float:
         """A reduce-scatter; where nothing is cut an all-reduce, which goes round twice."""
         rounds = 2 if residency.row.optimizer is ShardOver.NONE else 1
-        return sum(self.of(Moved(1, rounds * share.reduced), share.group.size) for share in unit.cut)
+        return sum(self.of(rounds * share.reduced, share.group.size) for share in unit.cut)
 
     def outer_sum(self, unit: UnitCosts) -> float:
         """An all-reduce over instances, or where they cut the optimizer a reduce-scatter."""
-        sums = ((Moved(1, (1 if one.gathered else 2) * one.reduced), one.group.size) for one in unit.repeated)
-        return sum(self.of(*one) for one in sums)
+        return sum(
+            self.of((1 if share.gathered else 2) * share.reduced, share.group.size) for share in unit.repeated
+        )
 
-    def of(self, moved: Moved, ways: int) -> float:
-        """What so many collectives of so many bytes, over so many ranks, take one after the other."""
-        if ways == 1:
-            return 0.0
-        return moved.calls * self.latency + moved.payload_bytes * (ways - 1) / (ways * self.bandwidth)
+    def of(self, payload_bytes: int, ways: int) -> float:
+        """What a collective of so many bytes takes, over so many ranks."""
+        return self.latency + payload_bytes * (ways - 1) / (ways * self.bandwidth) if ways > 1 else 0.0
 
 
 @dataclass(frozen=True)

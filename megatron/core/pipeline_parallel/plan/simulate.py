@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.ir import (
     IS_BESIDE,
     IS_COMPUTE,

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import B, W
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement

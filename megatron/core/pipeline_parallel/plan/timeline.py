@@ -2,7 +2,7 @@
 
 Rows are fixed orders, so no event queue is needed: each row is a coroutine that runs until its next operation waits for
 an event, and whoever provides the event lets it go on. The times do not depend on the order in which rows are advanced.
-A rank computes on one resource and gathers and reduces on another, its lane (held/lane_clock.py).
+A rank computes on one resource and gathers and reduces on another, its lane (held/residency_walk.py).
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, units_of_parts
-from megatron.core.pipeline_parallel.plan.held.lane_clock import LaneClock, Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import (
     IS_BESIDE,
     IS_COMPUTE,
     IS_TRANSFER,
-    Kind,
     Plan,
     RawOp,
 )
 
 Wait = tuple[int, int]  # an event, and the place in the row that waits for it
-_RECV_STATE, _SEND_STATE, _STEP = int(Kind.RECV_STATE), int(Kind.SEND_STATE), int(Kind.STEP)
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Timeline:
     ends: list[list[float]]
     done: list[tuple[int, int]]
     stopped: Mapping[int, tuple[int, str]]
-    lanes: Sequence[LaneClock] = ()
+    lanes: Sequence[RowWalk] = ()
 
     def end(self, rank: int) -> float:
         """When a rank is through, its gathers and reductions too."""
@@ -57,7 +56,7 @@ def execute(
     *,
     blocking_sends: bool = False,
     begin: Sequence[float] | None = None,
-    walks: Sequence[LaneClock] = (),
+    walks: Sequence[RowWalk] = (),
 ) -> Timeline:
     """Walk the plan. blocking_sends: a rank goes on to a computation, a gather or a reduction only when its sends have
     met their receives (rendezvous). begin: when each rank is free; 0 by default. lanes: what gathers and reductions are
@@ -70,8 +69,9 @@ def execute(
     walk = _Walk(plan, costs, blocking_sends)
     walk.lanes += walks
     if lanes is not None and not walks:
-        for units, clock in zip(rank_units(plan.placement, lanes.stages), begin, strict=True):
-            walk.lanes.append(LaneClock(units, lanes, walk.durations, clock))
+        of_ranks = rank_units(plan.placement, lanes.stages)
+        for row, units, clock in zip(plan.rows, of_ranks, begin, strict=True):
+            walk.lanes.append(RowWalk(row, units, lanes, walk.durations, clock, quick=True))
     rows = [walk.row(rank, clock) for rank, clock in enumerate(begin)]
     stopped_at = [0] * len(rows)
     walk.ready += range(len(rows))[::-1]
@@ -104,7 +104,7 @@ class _Walk:
         self.starts: list[list[float]] = [[0.0] * len(row) for row in plan.rows]
         self.ends: list[list[float]] = [[0.0] * len(row) for row in plan.rows]
         self.done: list[tuple[int, int]] = []
-        self.lanes: list[LaneClock] = []
+        self.lanes: list[RowWalk] = []
         self.parts = functools.cache(lambda rank: units_of_parts(plan.rows[rank]))
         # From stage x microbatches to the event of a transfer.
         receives = {ir.RECV_F: self.num_inputs, ir.RECV_B: self.num_inputs + size}
@@ -143,7 +143,7 @@ class _Walk:
                 starts[place] = ends[place] = clock
                 place = behind
                 continue
-            if unmet and kind != _RECV_STATE and not (IS_BESIDE[kind] and op[3]):
+            if unmet and kind != ir.RECV_STATE and not (IS_BESIDE[kind] and op[3]):
                 for event in unmet:
                     if times[event] < 0:
                         yield event, place
@@ -207,11 +207,11 @@ class _Walk:
     ) -> Generator[Wait, None, float]:
         """An operation of post-validation; returns when it is done."""
         kind, peer = op[0], op[6]
-        if kind == _RECV_STATE:
+        if kind == ir.RECV_STATE:
             self.provide(self.num_inputs + self.state_for(rank, from_before=peer < rank), clock)
             return clock
         # A partial state comes from the rank before and goes to the one behind; the whole one goes the other way.
-        partial = kind == _STEP or (kind == _SEND_STATE and peer > rank)
+        partial = kind == ir.STEP or (kind == ir.SEND_STATE and peer > rank)
         needs = rank > 0 if partial else rank + 1 < self.num_ranks
         message = self.state_for(rank, from_before=partial)
         if needs and self.times[message] < 0:
@@ -220,7 +220,7 @@ class _Walk:
             clock = self.lanes[rank].do(place, op, clock)
         if needs:
             clock = max(clock, max(self.times[message], self.times[self.num_inputs + message]) + self.comm)
-        if kind == _SEND_STATE:
+        if kind == ir.SEND_STATE:
             message = self.state_for(peer, from_before=partial)
             self.provide(message, clock)
             if self.blocking_sends:

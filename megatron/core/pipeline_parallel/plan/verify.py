@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.costs import CostModel, peak_activation
+from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_lanes, verify_residency
 from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, IS_VALIDATION, NAMES
@@ -32,8 +32,8 @@ def verify(
 
     Every microbatch of every stage has one F, one B and one W (or a BW for both), on the stage's rank, W after B after
     F; if the plan has transfers, each input from another rank has one send after its producer and one receive before
-    its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met;
-    activations never negative; W (or BW) of a stage in microbatch order, unless the plan is not bitwise: gradients are
+    its consumer, alike at both ends and in one order a route; no deadlock although sends block until they are met; W
+    (or BW) of a stage in microbatch order, unless the plan is not bitwise: gradients are
     added there alone. A forward_only plan has one F each and no backward. Operations of post-validation are all there
     or none, see `verify_state`. Parts of a W are together all units once.
     deadlock: False leaves that check to a pass that walks the plan next. stages, residency: what gathers and reductions
@@ -68,8 +68,6 @@ def verify(
         )
     if deadlock:
         _no_deadlock(plan, costs)
-    for rank, row in enumerate(plan.rows):
-        peak_activation(rank, row, costs, forward_only=plan.forward_only)
 
 
 class _Check:
@@ -83,14 +81,15 @@ class _Check:
         self.state = bytearray(self.size)
         self.sent = [-1] * (2 * self.size)
         self.received = [-1] * (2 * self.size)
-        # (sender, receiver, kind of send) -> inputs in order, at each end
-        self.sends: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        self.receives: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        self.last_weight = [-1] * len(self.ranks)  # by stage: microbatch of the last W (or BW)
-        # Of W's in parts: units that are there, by input; microbatch of the last one, by stage and unit, and by stage.
-        self.parts: dict[int, set[int]] = {}
-        self.last_part: dict[tuple[int, int], int] = {}
-        self.latest_part = [-1] * len(self.ranks)
+        # (sender, receiver, kind of send) -> inputs in order, where they are sent and where they are received
+        self.routes: dict[tuple[int, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        # By stage, by unit and behind these for all together, the last microbatch whose W (or BW) was there; by input,
+        # units of a W that has parts, a bit each.
+        words = plan.residency
+        self.named = words is not None and len(words.units) == len(self.ranks)
+        self.units = [len(names) for names in words.units] if words and self.named else [0] * len(self.ranks)
+        self.added = [[-1] * (count + 1) for count in self.units]
+        self.parts: dict[int, int] = {}
         self.has_lanes = False
         self.out_of_order = ""
         self.states: list[int] = []  # numbers of post-validation's messages at both ends, -1 of what is none
@@ -117,66 +116,52 @@ class _Check:
             elif not IS_COMPUTE[kind]:
                 wrong = self._transfer(rank, op)
             else:
-                wrong = self._compute(rank, kind, stage, microbatch) if first < 0 else self._part(op)
+                wrong = self._compute(rank, op)
                 if pair >= 0:
                     alone, partner = place != partner, ir.partner_of(row, place)
                     if alone and partner < 0:
                         wrong = "overlaps with nothing beside it"
             if wrong:
                 raise ir.wrong_op(rank, place, op, wrong)
-            if kind in (ir.W, ir.BW) and self._behind_later(op) and not self.out_of_order:
+            if ir.WRITES_GRADS[kind] and self._behind_later(op) and not self.out_of_order:
                 self.out_of_order = f"rank {rank}, place {place}, {ir.op_text(op)}"
 
     def _behind_later(self, op: ir.RawOp) -> bool:
-        """Whether weight gradients of a later microbatch were added before; unit by unit, where a W has parts."""
-        stage, microbatch = op[1], op[2]
-        if op[4] >= 0:
-            units = [(stage, unit) for unit in range(op[4], op[5])]
-            latest = max(self.last_weight[stage], *(self.last_part.get(unit, -1) for unit in units))
-            self.last_part.update(dict.fromkeys(units, microbatch))
-            self.latest_part[stage] = max(self.latest_part[stage], microbatch)
-        else:
-            latest = max(self.last_weight[stage], self.latest_part[stage])
-            self.last_weight[stage] = microbatch
-        return microbatch < latest
+        """Whether weight gradients of a later microbatch were added before, to any of the units."""
+        added, mine = self.added[op[1]], slice(op[4], op[5]) if op[4] >= 0 else slice(None)
+        latest = max(added[mine])
+        added[mine] = [op[2]] * len(added[mine])
+        return op[2] < latest
 
-    def _compute(self, rank: int, kind: int, stage: int, microbatch: int) -> str:
+    def _compute(self, rank: int, op: ir.RawOp) -> str:
         """What is wrong with a computation, or nothing."""
+        kind, stage, microbatch, _, first, end, _, _ = op
         at, gives = stage * self.total + microbatch, _DOES[kind]
-        state = self.state[at]
+        state, units, part = self.state[at], self.units[stage], 0
         if self.plan.forward_only and kind != ir.F:
             return "is no forward, and the plan is forward_only"
-        if state & gives or (gives & _DONE_W and at in self.parts):
+        if first >= 0:
+            if not self.named:
+                return "the plan does not say which units a stage has"
+            if end > units:
+                return f"stage {stage} has {units} units"
+            part = (1 << end) - (1 << first)
+        done = self.parts.get(at, 0) if gives & _DONE_W else 0
+        if state & gives or (done & part if part else done):
             return "is there twice"
         if kind != ir.F and not state & _DONE_F:
             return f"comes before {stage}F{microbatch}"
         if kind == ir.W and not state & _DONE_B:
             return f"comes before {stage}B{microbatch}"
-        self.state[at] = state | gives
+        if part:
+            self.parts[at] = done | part
+        if not part or done | part == (1 << units) - 1:
+            self.state[at] = state | gives
         need, source = (at, stage - 1) if kind == ir.F else (at + self.size, stage + 1)
         if kind == ir.W or not 0 <= source < len(self.ranks):
             return ""
         missing = self.by_message and self.ranks[source] != rank and self.received[need] < 0
         return f"has no receive before it for its input from stage {source}" if missing else ""
-
-    def _part(self, op: ir.RawOp) -> str:
-        """What is wrong with a part of a W, or nothing."""
-        stage, microbatch, first, end = op[1], op[2], op[4], op[5]
-        words = self.plan.residency
-        if words is None or len(words.units) != len(self.ranks):
-            return "the plan does not say which units a stage has"
-        if end > len(words.units[stage]):
-            return f"stage {stage} has {len(words.units[stage])} units"
-        at = stage * self.total + microbatch
-        state, done = self.state[at], self.parts.setdefault(at, set())
-        if state & _DONE_W or not done.isdisjoint(range(first, end)):
-            return "is there twice"
-        if not state & _DONE_B:
-            return f"comes before {stage}B{microbatch}"
-        done.update(range(first, end))
-        if len(done) == len(words.units[stage]):
-            self.state[at] = state | _DONE_W
-        return ""
 
     def _transfer(self, rank: int, op: ir.RawOp) -> str:
         """What is wrong with one end of a message, or nothing."""
@@ -197,8 +182,8 @@ class _Check:
             return "has no message number"
         pairs[need] = pair
         name = ir.SEND_F if forward else ir.SEND_B
-        route = self.sends[rank, peer, name] if sends else self.receives[peer, rank, name]
-        route.append(need)
+        ends = (rank, peer) if sends else (peer, rank)
+        self.routes[(*ends, name)][not sends].append(need)
         return ""
 
     def all_computed(self) -> None:
@@ -232,9 +217,8 @@ class _Check:
         numbers = [pair for pair in self.sent if pair >= 0] + sorted(states)[::2]
         if len(numbers) != len(set(numbers)):
             raise ir.PlanError("two messages have the same number")
-        for (sender, receiver, kind), sent in self.sends.items():
-            both = zip(sent, self.receives[sender, receiver, kind], strict=True)
-            for place, (one, other) in enumerate(both):
+        for (sender, receiver, kind), ends in self.routes.items():
+            for place, (one, other) in enumerate(zip(*ends, strict=True)):
                 if one != other:
                     raise ir.PlanError(
                         f"message {place} of {NAMES[kind]} from rank {sender} to rank {receiver} is of microbatch "

@@ -12,10 +12,15 @@ from __future__ import annotations
 from collections import defaultdict
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.ir import HAS_MICROBATCH, IS_COMPUTE, IS_VALIDATION
-
-_SEND, _RECEIVE = int(ir.Kind.SEND_STATE), int(ir.Kind.RECV_STATE)
-_VALIDATE, _STEP = int(ir.Kind.VALIDATE), int(ir.Kind.STEP)
+from megatron.core.pipeline_parallel.plan.ir import (
+    HAS_MICROBATCH,
+    IS_COMPUTE,
+    IS_VALIDATION,
+    RECV_STATE,
+    SEND_STATE,
+    STEP,
+    VALIDATE,
+)
 
 
 def verify_state(plan: ir.Plan) -> None:
@@ -33,19 +38,19 @@ def verify_state(plan: ir.Plan) -> None:
     # Of messages: (sender, receiver) -> kind of the end -> number.
     numbers: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for rank, row in enumerate(plan.rows):
-        before = row[: next((place for place, op in enumerate(row) if op[0] == _VALIDATE), 0)]
+        before = row[: next((place for place, op in enumerate(row) if op[0] == VALIDATE), 0)]
         halves = rank, len(plan.rows)
         if problem := _order(row, *halves) or _last_half(row, *halves) or _first_half(before, *halves, sent):
             raise ir.PlanError(f"rank {rank}: {problem}")
         sent = {op[2] for op in before if op[0] == ir.SEND_F}
         for op in row:
-            if op[0] in (_SEND, _RECEIVE):
-                numbers[(rank, op[6]) if op[0] == _SEND else (op[6], rank)][op[0]] = op[7]
+            if op[0] in (SEND_STATE, RECV_STATE):
+                numbers[(rank, op[6]) if op[0] == SEND_STATE else (op[6], rank)][op[0]] = op[7]
     for (sender, receiver), ends in numbers.items():
-        if ends[_SEND] != ends[_RECEIVE]:
+        if ends[SEND_STATE] != ends[RECV_STATE]:
             raise ir.PlanError(
-                f"the state from rank {sender} to rank {receiver} is message {ends[_SEND]} where it is sent and "
-                f"{ends[_RECEIVE]} where it is received"
+                f"the state from rank {sender} to rank {receiver} is message {ends[SEND_STATE]} where it is sent and "
+                f"{ends[RECV_STATE]} where it is received"
             )
 
 
@@ -59,8 +64,10 @@ def is_first_forward(op: ir.RawOp, rank: int, num_ranks: int) -> bool:
 def state_operations(rank: int, num_ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(kind, peer or -1) of a rank's two halves."""
     before, behind = ([rank - 1] if rank else []), ([rank + 1] if rank + 1 < num_ranks else [])
-    first = [(_RECEIVE, peer) for peer in behind] + [(_SEND, peer) for peer in before] + [(_VALIDATE, -1)]
-    last = [(_RECEIVE, peer) for peer in before] + [(_SEND, peer) for peer in behind] + [(_STEP, -1)]
+    first = (
+        [(RECV_STATE, peer) for peer in behind] + [(SEND_STATE, peer) for peer in before] + [(VALIDATE, -1)]
+    )
+    last = [(RECV_STATE, peer) for peer in before] + [(SEND_STATE, peer) for peer in behind] + [(STEP, -1)]
     return first, last
 
 
@@ -80,7 +87,7 @@ def _order(row: ir.Row, rank: int, num_ranks: int) -> str:
 
 
 def _last_half(row: ir.Row, rank: int, num_ranks: int) -> str:
-    sends_on = [place for place, op in enumerate(row) if op[0] in (_SEND, _STEP)]
+    sends_on = [place for place, op in enumerate(row) if op[0] in (SEND_STATE, STEP)]
     decides = sends_on[-2] if rank + 1 < num_ranks else sends_on[-1]
     late = next((op for op in row[decides:] if IS_COMPUTE[op[0]]), None)
     return "" if late is None else f"{ir.op_text(late)} comes after the state of the step is sent on"

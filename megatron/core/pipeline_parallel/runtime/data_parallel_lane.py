@@ -196,7 +196,7 @@ class Crossing:
     ) -> None:
         self._op, self._chunk, self._lane, self._boundaries = op, chunk, lane, boundaries
         self._operations = tuple(operations)
-        self._accesses, self._reads = units.accesses(op) or ((),), units.reads(op) or ((),)
+        self._accesses, self._reads = zip(*((use.units, use.reads) for use in units.uses(op)), strict=True)
         for _, one in operations:
             if one[3] > len(self._accesses):
                 raise PlanError(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import NOT_RUN, RankStep
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import file_name, header_line, op_lines
 from megatron.core.pipeline_parallel.runtime.recorder import StepReader

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan.held.lanes import UnderWay, lane_of
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
-from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, REDUCE, RawOp, Row
-from megatron.core.pipeline_parallel.plan.lanes import UnderWay, lane_of
+from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, IS_COMPUTE, REDUCE, RawOp, Row
+from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 
 
 @dataclass(slots=True)
@@ -41,14 +44,16 @@ class Gap(NamedTuple):
 
 
 class RowUses:
-    """computations: (place in the row, first moment). reads: by unit, when its weights are in use; consecutive accesses
-    are one use, whatever stands between them that reads no weights; apart: only neighbours are, so that a W between two
-    of them may have the room. adds: by unit, when a computation contributes to its gradients, from the first access to
-    the last. num_moments: without the end. most_read: the most bytes of weights that one access reads."""
+    """places: of computations in the row. firsts: their first moments, and the end. reads: by unit, when its weights
+    are in use; consecutive accesses are one use, whatever stands between them that reads no weights; apart: only
+    neighbours are, so that a W between two of them may have the room. adds: by unit, when a computation contributes to
+    its gradients, from the first access to the last. num_moments: without the end. most_read: the most bytes of weights
+    that one access reads."""
 
     def __init__(self, row: Row, units: RankUnits, *, apart: bool = False) -> None:
         self.row, self.units = row, units
-        self.computations: list[tuple[int, int]] = []
+        self.places: list[int] = []
+        self.firsts: list[int] = []
         self.reads: list[list[Span]] = [[] for _ in range(len(units))]
         self.adds: list[list[Span]] = [[] for _ in range(len(units))]
         last_read = [-2] * len(units)  # by number of the reading access
@@ -57,7 +62,8 @@ class RowUses:
         for place, op in enumerate(row):
             if not IS_COMPUTE[op[0]]:
                 continue
-            self.computations.append((place, moment))
+            self.places.append(place)
+            self.firsts.append(moment)
             for use in units.uses(op):
                 for unit in use.reads:
                     mine = self.reads[unit]
@@ -75,29 +81,16 @@ class RowUses:
                 for unit in use.completes:
                     self.adds[unit][-1].last = moment
                 moment += 1
+        self.firsts.append(moment)
         self.num_moments = moment
         self.most_read = max(
             (sum(units.weight_bytes[unit] for unit in one) for one in read_together), default=0
         )
 
-    def most_adding(self, *, overlap_reduce: bool) -> int:
-        """The most bytes of gradients that are being added to or summed, if each is reduced at once, or behind the
-        computation that completes it."""
-        gradients, most = WholeGradients(self.units), 0
-        for place, _ in self.computations:
-            op, complete = self.row[place], list[int]()
-            uses = self.units.uses(op)
-            for use in uses:
-                for unit in use.begins:
-                    gradients.begin(unit)
-                for unit in use.completes:
-                    gradients.complete(unit, op[1])
-                    if self.units.grad_bytes[unit]:
-                        complete.append(unit)
-                most = max(most, gradients.held)
-                while complete and (overlap_reduce or use is uses[-1]):
-                    gradients.sum(REDUCE, complete.pop(0))
-        return most
+    def most_adding(self, asked: Residency) -> int:
+        """The most bytes of gradients that are being added to or summed, if none are kept."""
+        summed = reductions(self, asked, [gap for gap in self.gaps[1] if not gap.size])
+        return max(gradients_held(self, summed, reduced_first=True), default=0)
 
     @functools.cached_property
     def gaps(self) -> tuple[list[Gap], list[Gap]]:
@@ -126,6 +119,20 @@ def bytes_by_moment(count: int, intervals: Iterable[tuple[int, int, int]]) -> li
     return list(itertools.accumulate(change[:-1]))
 
 
+def grouping_of(
+    placement: Placement,
+    units: Sequence[RankUnits],
+    groups: Sequence[Sequence[Sequence[dict[int, int]]]],
+) -> Grouping:
+    """By stage and unit how many microbatches each REDUCE sums up. units, groups (of `RowWalk`): by rank."""
+    return tuple(
+        tuple(
+            tuple(group.get(stage, 0) for group in groups[rank][number]) for number in units[rank].of[stage]
+        )
+        for stage, rank in enumerate(placement.ranks())
+    )
+
+
 class WholeGradients:
     """Bytes of a rank's whole gradients. growing: of those that still grow or wait to be summed. under: what is being
     summed, with its bytes and when it ends, where that is known."""
@@ -136,11 +143,6 @@ class WholeGradients:
         self.under = UnderWay() if under is None else under
         self._whole: dict[int, int] = {}  # unit -> bytes
         self._extra: set[tuple[int, int]] = set()  # (unit, stage) whose accumulators are there
-
-    @property
-    def held(self) -> int:
-        """With what is under way."""
-        return self.growing + self.under_way
 
     @property
     def under_way(self) -> int:
@@ -168,9 +170,75 @@ class WholeGradients:
         self.growing -= size
         return size
 
-    def sum(self, kind: int, unit: int) -> None:
-        """A reduction, or a sum over instances, of which nobody asks when it ends."""
-        lane, size = lane_of(kind), self.taken(unit) if kind == REDUCE else 0
-        self.under.of(unit)
-        self.under.before_one_more(lane)
-        self.under.begin(lane, unit, (size, 0.0))
+
+class Stay(NamedTuple):
+    """A unit's weights are gathered, or its gradients unreduced, from one use to another without a break."""
+
+    unit: int
+    uses: Sequence[Span]
+    first: int
+    last: int
+
+
+Issued = tuple[int, int, Stay]  # moment, kind of the operation, what it begins or ends
+
+
+def stays(spans: Sequence[Sequence[Span]], kept: Iterable[Gap], *, weights: bool) -> list[Stay]:
+    """Uses joined over the gaps that are kept, by the moment at which they begin."""
+    joined = {(gap.unit, gap.index) for gap in kept if gap.weights == weights}
+    found: list[Stay] = []
+    for unit, mine in enumerate(spans):
+        start = 0
+        for index, use in enumerate(mine):
+            if (unit, index) not in joined:
+                found.append(Stay(unit, mine[start : index + 1], mine[start].first, use.last))
+                start = index + 1
+    return sorted(found, key=lambda stay: stay.first)
+
+
+def reductions(uses: RowUses, residency: Residency, kept: Iterable[Gap]) -> list[Issued]:
+    """Each unit's gradients are reduced behind each of its stays, in the order of their ends. A unit's sum over
+    instances, behind its last reduction, waits for that one, and so stands behind the next one in the row."""
+    groups = sorted(stays(uses.adds, kept, weights=False), key=lambda stay: stay.last)
+    last = {stay.unit: stay for stay in groups}
+    issued: list[Issued] = []
+    waiting: Stay | None = None
+    for stay in groups:
+        moment = stay.last + 1
+        if not residency.overlap_reduce:  # behind the computation, or the row
+            behind = uses.firsts[bisect_left(uses.firsts, moment)]
+            moment = behind if residency.grads_sharded else uses.num_moments
+        issued.append((moment, REDUCE, stay))
+        if waiting is not None:
+            issued.append((moment, HSDP_ALL_REDUCE, waiting))
+        has_instances = uses.units.units[stay.unit].repeated
+        waiting = stay if has_instances and last[stay.unit] is stay else None
+    return issued if waiting is None else [*issued, (uses.num_moments, HSDP_ALL_REDUCE, waiting)]
+
+
+def gradients_held(uses: RowUses, issued: Sequence[Issued], *, reduced_first: bool) -> list[int]:
+    """By moment, the most bytes of whole gradients and of those under way. reduced_first: as in `written`; else what is
+    reduced at a moment is held together with what ends there."""
+    gradients, held, now = WholeGradients(uses.units), list[int](), 0
+    # At one moment what is issued comes before what begins, and accumulators of further uses come behind both.
+    events = [(moment, 0, at) for at, (moment, _, _) in enumerate(issued)]
+    for at, (_, kind, stay) in enumerate(issued):
+        if kind == REDUCE:
+            events.append((stay.first, 1, at))
+            events += [(use.last, 2, at) for use in stay.uses if uses.units.extra_bytes]
+    for moment, what, at in sorted(events):
+        _, kind, stay = issued[at]
+        held += [now] * (moment - len(held))
+        if what == 0:
+            lane, size = lane_of(kind), gradients.taken(stay.unit) if kind == REDUCE else 0
+            gradients.under.of(stay.unit)
+            gradients.under.before_one_more(lane)
+            gradients.under.begin(lane, stay.unit, (size, 0.0))
+        elif what == 1:
+            gradients.begin(stay.unit)
+        else:
+            for stage in {use.begin[1] for use in stay.uses if use.last == moment}:
+                gradients.complete(stay.unit, stage)
+        now = gradients.growing + gradients.under_way
+    held += [now] * (uses.num_moments - len(held))
+    return held if reduced_first else [max(pair) for pair in zip(held, [0, *held], strict=False)]

@@ -24,7 +24,6 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace
 
 Access = tuple[int, ...]
-_SHARE_BYTES = ("gathered", "reduced", "at_rest", "calls")
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,12 @@ class UnitCosts:
     @functools.cached_property
     def cut(self) -> tuple[Share, ...]:
         """With groups of several ranks that cut its states: what UNSHARD gathers and REDUCE sums."""
-        return self._of_several(instances=False)
+        return tuple(one for one in self.shares if one.group.size > 1 and not one.group.instances)
 
     @functools.cached_property
     def repeated(self) -> tuple[Share, ...]:
         """With several instances: what HSDP_ALL_REDUCE sums."""
-        return self._of_several(instances=True)
-
-    def _of_several(self, *, instances: bool) -> tuple[Share, ...]:
-        groups = ((share, share.group) for share in self.shares)
-        return tuple(share for share, group in groups if group.size > 1 and group.instances == instances)
+        return tuple(one for one in self.shares if one.group.size > 1 and one.group.instances)
 
     @property
     def weight_bytes(self) -> int:
@@ -181,6 +176,19 @@ class StateBytes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One access of a computation. units: that it names. reads: whose weights it needs. begins: to whose gradients the
+    computation contributes from here on. completes: those to which it has contributed when the access ends. share: of
+    the computation's time."""
+
+    units: Access
+    reads: Access
+    begins: Access
+    completes: Access
+    share: float
+
+
 @dataclass(frozen=True)
 class StageUnits:
     """The units of one stage. forward: its accesses in F, in order; a unit may come twice (an embedding that is the
@@ -202,51 +210,46 @@ class StageUnits:
         forward, backward = (tuple(map(tuple, content[name])) for name in ("forward", "backward"))
         return cls(tuple(map(_unit_of_dict, content["units"])), forward, backward)
 
-    def accesses(self, op: RawOp) -> tuple[Access, ...]:
-        """Those of a computation, in order; of a W with a range of units only its own."""
-        if op[0] == F:
-            return self.forward
-        if op[4] < 0:
-            return self.backward
-        kept = (tuple(unit for unit in access if op[4] <= unit < op[5]) for access in self.backward)
-        return tuple(access for access in kept if access)
+    def uses(self, op: RawOp) -> tuple[Use, ...]:
+        """What each access of a computation needs, in order; of a W with a range of units each of its own accesses. At
+        least one, of nothing where the stage has no units.
 
-    def reads(self, op: RawOp) -> tuple[Access, ...]:
-        """By access of a computation, the units whose weights it reads."""
-        accesses = self.accesses(op)
-        if op[0] == F or not READS_WEIGHTS[op[0]]:
-            return accesses if op[0] == F else ((),) * len(accesses)
-        first, last = _first_and_last(accesses)
-
-        def is_read(at: int, unit: int) -> bool:
-            looks_up = self.units[unit].begins_with_lookup and first[unit] < at == last[unit]
-            return self.units[unit].backward_reads and not looks_up
-
-        return tuple(
-            tuple(unit for unit in access if is_read(at, unit)) for at, access in enumerate(accesses)
-        )
-
-    def shares(self, op: RawOp) -> tuple[float, ...]:
-        """How the stage's time for F, B, W or BW is divided over the accesses of a computation: by its units' times,
-        each divided evenly over its accesses. Of a W with a range of units they sum up to its part of the whole W."""
-        times = [{F: one.f, B: one.b, W: one.w, BW: one.b + one.w}[op[0]] for one in self.units]
+        The stage's time is divided by its units' times, each divided evenly over its accesses. Of a W with a range of
+        units the shares sum up to its part of the whole W.
+        """
+        kind, accesses = op[0], self.forward if op[0] == F else self.backward
+        if kind != F and op[4] >= 0:
+            kept = (tuple(unit for unit in access if op[4] <= unit < op[5]) for access in accesses)
+            accesses = tuple(access for access in kept if access)
+        last = {unit: at for at, access in enumerate(accesses) for unit in access}
+        first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
+        count = Counter(itertools.chain(*accesses))
+        times = [{F: one.f, B: one.b, W: one.w, BW: one.b + one.w}[kind] for one in self.units]
         if not any(times):
             times = [1.0] * len(times)
-        whole, accesses = sum(times), self.accesses(op)
-        count = Counter(unit for access in accesses for unit in access)
-        return tuple(sum(times[unit] / count[unit] for unit in access) / whole for access in accesses)
+        whole, adds = sum(times), WRITES_GRADS[kind]
+
+        def is_read(at: int, unit: int) -> bool:
+            its = self.units[unit]
+            looks_up = its.begins_with_lookup and first[unit] < at == last[unit]
+            return kind == F or (READS_WEIGHTS[kind] and its.backward_reads and not looks_up)
+
+        uses = [
+            Use(
+                access,
+                tuple(unit for unit in access if is_read(at, unit)),
+                tuple(unit for unit in access if adds and first[unit] == at),
+                tuple(unit for unit in access if adds and last[unit] == at),
+                sum(times[unit] / count[unit] for unit in access) / whole,
+            )
+            for at, access in enumerate(accesses)
+        ]
+        return tuple(uses) or (Use((), (), (), (), 1.0),)
 
 
 def _unit_of_dict(content: Mapping[str, Any]) -> UnitCosts:
     shares = (Share(**{**share, "group": RankGroup(**share["group"])}) for share in content["shares"])
     return UnitCosts(**{**content, "shares": tuple(shares)})
-
-
-def _first_and_last(accesses: Sequence[Access]) -> tuple[dict[int, int], dict[int, int]]:
-    """By unit, its first and its last access."""
-    last = {unit: at for at, access in enumerate(accesses) for unit in access}
-    first = {unit: at for at, access in reversed([*enumerate(accesses)]) for unit in access}
-    return first, last
 
 
 def differing(planned: StageUnits, built: StageUnits) -> str | None:
@@ -269,28 +272,17 @@ def _built_facts(stage: StageUnits) -> Iterator[dict[str, object]]:
             facts[f"its place in the {what}"] = [at for at, access in enumerate(row) if place in access]
         for share in unit.shares:
             over = f"over {share.group.size} ranks of {share.group.name}"
-            facts |= {f"{name} {over}": getattr(share, name) for name in _SHARE_BYTES}
+            sizes = ("gathered", "reduced", "at_rest", "calls")
+            facts |= {f"{name} {over}": getattr(share, name) for name in sizes}
         yield facts
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One access of a computation, by numbers of the rank's units. reads: weights that it needs. begins: units to whose
-    gradients the computation contributes from here on. completes: those to which it has contributed when the access
-    ends. share: of the computation's time."""
-
-    reads: tuple[int, ...]
-    begins: tuple[int, ...]
-    completes: tuple[int, ...]
-    share: float
 
 
 class RankUnits:
     """The units of one pipeline rank, numbered: those of one name are one.
 
-    stages: of the whole pipeline. of: stage -> number of each of its units. home: the first stage and the place in it
-    of each. weight_bytes, grad_bytes: by number, what whole ones take. extra_bytes: of (number, stage), where it is
-    more than none. bytes_at_rest: of all.
+    stages: of the whole pipeline. of: stage -> number of each of its units. units: by number, as the first stage has
+    each. weight_bytes, grad_bytes: by number, what whole ones take. extra_bytes: of (number, stage), where it is more
+    than none. bytes_at_rest: of all.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Sequence[StageUnits]) -> None:
@@ -298,64 +290,51 @@ class RankUnits:
             raise PlanError(f"units of {len(stages)} stages, the plan has {placement.num_stages}")
         self.rank, self.stages = rank, stages
         self.of: dict[int, tuple[int, ...]] = {}
-        self.home: list[tuple[int, int]] = []
-        self.weight_bytes: list[int] = []
-        self.grad_bytes: list[int] = []
+        self.units: list[UnitCosts] = []
         self.extra_bytes: dict[tuple[int, int], int] = {}
-        self.bytes_at_rest = 0
         self._uses: dict[tuple[int, int, int, int], tuple[Use, ...]] = {}
         numbers: dict[str, int] = {}
         for stage in placement.stages_of(rank):
             units = stages[stage].units
             self.of[stage] = mine = tuple(numbers.setdefault(unit.name, len(numbers)) for unit in units)
             assert len(set(mine)) == len(mine), f"stage {stage} has two units of one name"
-            for place, (unit, number) in enumerate(zip(units, mine, strict=True)):
-                if number == len(self.home):
-                    self.home.append((stage, place))
-                    self.weight_bytes.append(unit.weight_bytes)
-                    self.grad_bytes.append(unit.grad_bytes)
-                    self.bytes_at_rest += unit.bytes_at_rest
-                first = self.unit(number)
-                assert first.shares == unit.shares, (
-                    f"unit {unit.name} has {first.shares} in stage {self.home[number][0]}, in stage {stage} "
-                    f"{unit.shares}"
-                )
+            for unit, number in zip(units, mine, strict=True):
+                self.units += [unit] * (number == len(self.units))
+                before = self.units[number].shares
+                assert before == unit.shares, f"unit {unit.name} has {before}, in stage {stage} {unit.shares}"
                 if unit.grad_bytes and unit.extra_grad_bytes:
                     self.extra_bytes[number, stage] = unit.extra_grad_bytes
+        self.weight_bytes = [unit.weight_bytes for unit in self.units]
+        self.grad_bytes = [unit.grad_bytes for unit in self.units]
+        self.bytes_at_rest = sum(unit.bytes_at_rest for unit in self.units)
 
     def __len__(self) -> int:
-        return len(self.home)
-
-    def unit(self, number: int) -> UnitCosts:
-        """As its first stage has it."""
-        stage, place = self.home[number]
-        return self.stages[stage].units[place]
+        return len(self.units)
 
     def uses(self, op: RawOp) -> tuple[Use, ...]:
-        """What each access of a computation needs, in order; at least one, of nothing where the stage has no units."""
+        """Those of a computation (`StageUnits.uses`), by number: reads of what is gathered, contributions to what is
+        summed up."""
         key = (op[0], op[1], op[4], op[5])
         found = self._uses.get(key)
         if found is None:
-            found = self._uses[key] = self._compiled(op)
-        return found
+            stage, numbers = self.stages[op[1]], self.of[op[1]]
+            gathered = {place: numbers[place] for place, unit in enumerate(stage.units) if unit.weight_bytes}
+            summed = {place: numbers[place] for place, unit in enumerate(stage.units) if unit.reduced_bytes}
 
-    def _compiled(self, op: RawOp) -> tuple[Use, ...]:
-        stage, numbers = self.stages[op[1]], self.of[op[1]]
-        accesses = stage.accesses(op)
-        adds = [WRITES_GRADS[op[0]] and bool(unit.reduced_bytes) for unit in stage.units]
-        first, last = _first_and_last(accesses)
-        uses = [
-            Use(
-                tuple(numbers[unit] for unit in reads if stage.units[unit].weight_bytes),
-                tuple(numbers[unit] for unit in access if adds[unit] and first[unit] == at),
-                tuple(numbers[unit] for unit in access if adds[unit] and last[unit] == at),
-                share,
+            def numbered(units: Access, known: Mapping[int, int]) -> Access:
+                return tuple(known[unit] for unit in units if unit in known)
+
+            found = self._uses[key] = tuple(
+                Use(
+                    tuple(numbers[unit] for unit in use.units),
+                    numbered(use.reads, gathered),
+                    numbered(use.begins, summed),
+                    numbered(use.completes, summed),
+                    use.share,
+                )
+                for use in stage.uses(op)
             )
-            for at, (access, reads, share) in enumerate(
-                zip(accesses, stage.reads(op), stage.shares(op), strict=True)
-            )
-        ]
-        return tuple(uses) or (Use((), (), (), 1.0),)
+        return found
 
 
 @functools.lru_cache(maxsize=64)

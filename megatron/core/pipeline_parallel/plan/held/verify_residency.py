@@ -12,13 +12,13 @@ says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, grouping_of, walk_row
-from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes, lane_of
+from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, walk_row
+from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses, grouping_of
 from megatron.core.pipeline_parallel.plan.held.units import (
     RankUnits,
     Share,
@@ -27,7 +27,6 @@ from megatron.core.pipeline_parallel.plan.held.units import (
     rank_units,
 )
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
-from megatron.core.pipeline_parallel.plan.lanes import lane_of
 from megatron.core.pipeline_parallel.plan.residency import (
     LaneCosts,
     PlannedResidency,
@@ -111,16 +110,13 @@ def _counts(residency: Residency, uses: RowUses, walk: RowWalk, *, forward_only:
 
 def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
     """V5."""
-    rank, held = uses.units.rank, walk.peak
-    if residency.limit is not None and uses.units.bytes_at_rest + held.total > residency.limit[rank]:
-        total = uses.units.bytes_at_rest + held.total
+    rank, peak, limit = uses.units.rank, walk.peak, residency.limit
+    total = uses.units.bytes_at_rest + peak.total
+    if limit is not None and total > limit[rank]:
         raise PlanError(
-            f"rank {rank}, place {held.place}: {size_text(total)} are held, the limit is "
-            f"{size_text(residency.limit[rank])}"
+            f"rank {rank}, place {peak.place}: {size_text(total)} are held, the limit is {size_text(limit[rank])}"
         )
-    if residency.policy in ("step", "backward") or (
-        residency.policy == "budget" and residency.budget is None
-    ):
+    if residency.budget is None and residency.policy != "memory":
         return
     most = 0 if residency.budget is None else residency.budget[rank]
     if residency.weights_sharded:
@@ -130,7 +126,7 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
             f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
         )
     if residency.grads_sharded:
-        most += uses.most_adding(overlap_reduce=residency.overlap_reduce)
+        most += uses.most_adding(residency)
         if residency.policy == "budget":  # what has waited longer is under way beside what would be anyway
             most += lane_of(ir.REDUCE).most_under_way * max(uses.units.grad_bytes, default=0)
     if walk.most_transient > most:
@@ -177,11 +173,13 @@ class _WalkByWords(RowWalk):
         super().__init__(row, units, Lanes(tuple(units.stages), Residency(words.strategy), LaneCosts()))
         self._added: Counter[tuple[int, int]] = Counter()  # microbatches by (stage, unit)
         self._reductions: Counter[int] = Counter()
-        # By unit: its stages, and the groups that each has named.
-        self._named: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(len(units))]
-        for stage, numbers in units.of.items():
-            for unit, groups in zip(numbers, words.grouping[stage], strict=True):
-                self._named[unit].append((stage, groups))
+        self._grouping = words.grouping
+
+    def _named(self, unit: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Its stages, and the groups that each has named."""
+        for stage, numbers in self.units.of.items():
+            if unit in numbers:
+                yield stage, self._grouping[stage][numbers.index(unit)]
 
     def _compute(self, place: int, op: RawOp, clock: float) -> float:
         numbers = self.units.of[op[1]]
@@ -198,7 +196,7 @@ class _WalkByWords(RowWalk):
             return super()._effect(place, op, unit, in_use)
         if op[0] == ir.REDUCE:
             self._reductions[unit] += 1
-            for stage, groups in self._named[unit]:
+            for stage, groups in self._named(unit):
                 due = sum(groups[: self._reductions[unit]])
                 if self._added[stage, unit] < due:
                     early = f"comes before {due} microbatches were added to {self._name(unit)}"
@@ -207,7 +205,7 @@ class _WalkByWords(RowWalk):
 
     def _unfinished(self, unit: int) -> str:
         found = self._reductions[unit]
-        for _, groups in self._named[unit]:
+        for _, groups in self._named(unit):
             if found != len(groups):
                 return f"{self._name(unit)} is reduced {found} times, its microbatches are in {len(groups)} groups"
         return super()._unfinished(unit)

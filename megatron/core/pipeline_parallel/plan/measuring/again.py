@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (

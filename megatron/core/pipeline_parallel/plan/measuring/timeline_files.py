@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from megatron.core import safe_files, schema
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp

@@ -10,6 +10,7 @@ With sizes that differ, what a large unit left free by going is filled up again 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 
 from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses, Span, bytes_by_moment
@@ -71,7 +72,7 @@ def _grouped(uses: RowUses, gaps: Sequence[Gap], grouping: Grouping) -> list[Gap
             kept.append(gap)
         elif one > other:
             raise PlanError(
-                f"rank {uses.units.rank}: two of its stages share the weights of {uses.units.unit(gap.unit).name}, "
+                f"rank {uses.units.rank}: two of its stages share the weights of {uses.units.units[gap.unit].name}, "
                 "and this order adds up their gradients in another order than the run has until now, which would "
                 "change its bits"
             )
@@ -80,19 +81,16 @@ def _grouped(uses: RowUses, gaps: Sequence[Gap], grouping: Grouping) -> list[Gap
 
 def _groups_of(uses: RowUses, unit: int, spans: Sequence[Span], grouping: Grouping) -> list[int]:
     """For each contribution of a unit the number of its REDUCE."""
-    left: dict[int, list[int]] = {}
+    left = {}
     for stage in {span.begin[1] for span in spans}:
         sizes = grouping[stage][uses.units.of[stage].index(unit)]
-        left[stage] = [number for number, size in enumerate(sizes) for _ in range(size)][::-1]
-    found = []
-    for span in spans:
-        mine = left[span.begin[1]]
-        if not mine:
-            raise PlanError(
-                f"rank {uses.units.rank}: the stored grouping of unit {uses.units.unit(unit).name} has fewer"
-                " microbatches than the plan"
-            )
-        found.append(mine.pop())
+        left[stage] = itertools.chain(*([number] * size for number, size in enumerate(sizes)))
+    found = [next(left[span.begin[1]], -1) for span in spans]
+    if -1 in found:
+        raise PlanError(
+            f"rank {uses.units.rank}: the stored grouping of unit {uses.units.units[unit].name} has fewer"
+            " microbatches than the plan"
+        )
     return found
 
 

@@ -8,19 +8,31 @@ from those that are kept over gaps; what they leave is for weights, kept and gat
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
-from megatron.core.pipeline_parallel.plan.held.residency_walk import grouping_of
-from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses, Span, bytes_by_moment
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.row_uses import (
+    Gap,
+    Issued,
+    RowUses,
+    Span,
+    Stay,
+    bytes_by_moment,
+    gradients_held,
+    grouping_of,
+    reductions,
+    stays,
+)
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, rank_units
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, Row
-from megatron.core.pipeline_parallel.plan.passes import lane_rows
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, keep_gaps, kept_gaps
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
@@ -69,17 +81,11 @@ class RowMaker:
     grouping: Grouping | None = None
 
     def __post_init__(self) -> None:
-        self.units = rank_units(self.plan.placement, self.stages)
-        self._uses: dict[tuple[int, Row], RowUses] = {}
+        self.units = units = rank_units(self.plan.placement, self.stages)
+        apart = self.residency.limit is not None
+        # By rank and row, when it uses which units.
+        self.uses = functools.cache(lambda rank, row: RowUses(row, units[rank], apart=apart))
         self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups] | PlanError] = {}
-
-    def uses(self, rank: int, row: Row) -> RowUses:
-        """When a row uses which units."""
-        found = self._uses.get((rank, row))
-        if found is None:
-            found = RowUses(row, self.units[rank], apart=self.residency.limit is not None)
-            self._uses[rank, row] = found
-        return found
 
     def made(self, order: Plan, reserve: Reserve) -> Plan:
         """Raises PlanError where it does not fit."""
@@ -119,19 +125,16 @@ class RowMaker:
 
     def _row(self, uses: RowUses, reserve: Reserve) -> tuple[Row, Groups]:
         """One rank's row, and its groups as in `RowWalk`."""
-        asked, forward_only = self.residency, self.plan.forward_only
+        asked, sharded = self.residency, self.residency.weights_sharded
         kept, bound = (self._kept if asked.limit is None else self._within_limit)(uses, reserve)
-        gathered = lane_rows.stays(uses.reads, kept, weights=True)
-        gathers: list[lane_rows.Issued] = []
-        frees: list[lane_rows.Issued] = []
-        if asked.weights_sharded:
-            sizes = uses.units.weight_bytes
-            moments = lane_rows.gather_moments(gathered, sizes, bound, overlap=asked.overlap_gather)
-            gathers = [(moment, ir.UNSHARD, stay) for moment, stay in zip(moments, gathered, strict=True)]
-            frees = [(stay.last + 1, ir.RESHARD, stay) for stay in gathered]
-        elif asked.gathers_once and not forward_only:
-            gathers = [(0, ir.UNSHARD, stay) for stay in gathered]
-        reduced = lane_rows.reductions(uses, asked, kept)
+        comes = sharded or (asked.gathers_once and not self.plan.forward_only)
+        gathered = stays(uses.reads, kept, weights=True) if comes else []
+        moments = [0] * len(gathered)
+        if sharded:
+            moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather)
+        gathers = [(moment, ir.UNSHARD, stay) for moment, stay in zip(moments, gathered, strict=True)]
+        frees = [(stay.last + 1, ir.RESHARD, stay) for stay in gathered if sharded]
+        reduced = reductions(uses, asked, kept)
         groups: Groups = [[] for _ in uses.adds]
         for _, kind, stay in reduced:
             if kind == ir.REDUCE:
@@ -139,21 +142,19 @@ class RowMaker:
         # Computations wait for gathers sooner than for reductions, which come first where what is gathered has no room
         # before older ones are waited for.
         behind = (*reduced, *gathers) if reserve.reduced_first else (*gathers, *reduced)
-        return lane_rows.written(uses, (*frees, *behind)), groups
+        return written(uses, (*frees, *behind)), groups
 
     def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
         """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""
         asked, count = self.residency, uses.num_moments
-        budget = 0.0 if asked.budget is None else float(asked.budget[uses.units.rank])
-        room = math.inf if asked.policy == "step" else budget
-        kept = kept_gaps(uses, asked, [room * (1 - reserve.share)] * count, self.grouping)
-        beyond: Sequence[float] = [room] * count
-        if asked.policy == "backward":
-            beyond = bytes_kept(count, kept, weights=True)
-        elif asked.grads_sharded and asked.policy == "budget":
-            beyond = [room - used for used in bytes_kept(count, kept, weights=False)]
-        ahead = asked.ahead_of(uses.units)
-        return kept, [ahead + one for one in beyond]
+        most = 0.0 if asked.budget is None else float(asked.budget[uses.units.rank])
+        kept = kept_gaps(uses, asked, [most * (1 - reserve.share)] * count, self.grouping)
+        if asked.policy == "step":
+            return kept, [math.inf] * count
+        most += asked.ahead_of(uses.units)
+        if asked.policy == "budget":
+            return kept, [most - used for used in bytes_kept(count, kept, weights=False)]
+        return kept, [most + used for used in bytes_kept(count, kept, weights=True)]
 
     def _within_limit(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
         """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises PlanError where
@@ -162,53 +163,49 @@ class RowMaker:
         assert asked.limit is not None
         free = self._room(uses, asked.limit[rank])
         reads = _in_use(uses.reads, units.weight_bytes, count) if asked.weights_sharded else [0] * count
+        left = _less(free, reads)
         ahead = asked.ahead_of(units) if asked.weights_sharded else 0
         spare = [max(0, ahead - one) if reserve.ahead and asked.overlap_gather else 0 for one in reads]
         most = float("inf") if asked.budget is None else float(asked.budget[rank])
 
         def to_keep(room: Sequence[float]) -> list[float]:
-            left = zip(room, spare, strict=True)
-            return [(1 - reserve.share) * max(0.0, min(most, one - more)) for one, more in left]
-
-        def over(held: Sequence[int]) -> list[float]:
-            """By moment, what is read and whole gradients are beyond the room."""
-            return [read + more - one for one, read, more in zip(free, reads, held, strict=True)]
+            return [(1 - reserve.share) * max(0.0, min(most, one)) for one in _less(room, spare)]
 
         least = kept_gaps(uses, asked, [0.0] * count, self.grouping)
         kept, held = least, self._gradients(uses, least, reserve)
         if asked.grads_sharded:
             other = held if reserve.under_way else _in_use(uses.adds, units.grad_bytes, count)
-            room = [one - read - more for one, read, more in zip(free, reads, other, strict=True)]
+            room = _less(left, other)
             for attempt in range(_TRIES):
                 kept = kept_gaps(uses, asked, to_keep(room), self.grouping, grads_alone=reserve.grads_first)
                 held = self._gradients(uses, kept, reserve)
-                if max(over(held), default=0) <= 0:
+                over = _less(held, left)
+                if max(over, default=0) <= 0:
                     break
                 taken = bytes_by_moment(count, (gap[:3] for gap in kept))
-                for moment, more in enumerate(over(held)):
+                for moment, more in enumerate(over):
                     for one in range(max(0, moment - attempt * _BEFORE), moment + 1) if more > 0 else ():
                         room[one] = min(room[one], spare[one] + taken[one]) - more
             else:
                 kept, held = least, self._gradients(uses, least, reserve)
-        beyond = max(over(held), default=0.0)
+        beyond = max(_less(held, left), default=0.0)
         if beyond > 0:
             raise TooFullError(rank, asked.limit[rank], beyond)
-        bound = [one - more for one, more in zip(free, held, strict=True)]
+        bound = _less(free, held)
         if asked.budget is not None:
             grads = bytes_kept(count, kept, weights=False)
             bound = [min(one, ahead + most - more) for one, more in zip(bound, grads, strict=True)]
         if asked.weights_sharded:
-            room = [one - read for one, read in zip(bound, reads, strict=True)]
-            kept = {gap for gap in kept if not gap.weights} | keep_gaps(uses.gaps[0], to_keep(room))
+            weights = keep_gaps(uses.gaps[0], to_keep(_less(bound, reads)))
+            kept = {gap for gap in kept if not gap.weights} | weights
         return kept, bound
 
     def _room(self, uses: RowUses, limit: float) -> list[float]:
         """By moment, bytes of a limit that states at rest and activations leave: C(t) of
         docs/design/007-one-plan.md."""
-        ends = [first for _, first in uses.computations[1:]] + [uses.num_moments]
         held = activations(uses.row, self.costs, forward_only=self.plan.forward_only)
         room: list[float] = []
-        for (_, used, _), (_, first), end in zip(held, uses.computations, ends, strict=True):
+        for (_, used, _), (first, end) in zip(held, itertools.pairwise(uses.firsts), strict=True):
             room += [limit - uses.units.bytes_at_rest - used] * (end - first)
         return room
 
@@ -216,11 +213,57 @@ class RowMaker:
         """By moment, what whole gradients and those under way take."""
         if not self.residency.grads_sharded:
             return [0] * uses.num_moments
-        reduced = lane_rows.reductions(uses, self.residency, kept)
-        return lane_rows.gradients_held(uses, reduced, reduced_first=reserve.reduced_first)
+        reduced = reductions(uses, self.residency, kept)
+        return gradients_held(uses, reduced, reduced_first=reserve.reduced_first)
 
 
 def _in_use(spans: Sequence[Sequence[Span]], sizes: Sequence[int], count: int) -> list[int]:
     """By moment, bytes of what is used."""
     every = zip(spans, sizes, strict=True)
     return bytes_by_moment(count, ((one.first, one.last + 1, size) for mine, size in every for one in mine))
+
+
+def _less(room: Sequence[float], taken: Sequence[float]) -> list[float]:
+    """By moment."""
+    return [one - other for one, other in zip(room, taken, strict=True)]
+
+
+def gather_moments(
+    gathered: Sequence[Stay], sizes: Sequence[int], room: Sequence[float], *, overlap: bool
+) -> list[int]:
+    """When each gather is issued: as early as the room allows, in the order in which units are needed.
+
+    room: by moment, bytes of whole weights for gathers ahead, all that is gathered included. No unit is gathered ahead
+    of its own last use. overlap: else each is issued at its first use.
+    """
+    if not overlap:
+        return [stay.first for stay in gathered]
+    held = bytes_by_moment(len(room) + 1, ((one.first, one.last + 1, sizes[one.unit]) for one in gathered))
+    moments = []
+    latest, freed = 0, [0] * len(sizes)
+    for stay in gathered:
+        size, least = sizes[stay.unit], max(latest, freed[stay.unit])
+        moment = stay.first
+        while moment > least and held[moment - 1] + size <= room[moment - 1]:
+            moment -= 1
+            held[moment] += size
+        moments.append(moment)
+        latest, freed[stay.unit] = moment, stay.last + 1
+    return moments
+
+
+def written(uses: RowUses, issued: Sequence[Issued]) -> Row:
+    """The row with what is issued, at one moment in this order. What belongs to the row's end stands behind its last
+    transfer and before the step is decided on."""
+    end = 1 + max(place for place, op in enumerate(uses.row) if not ir.IS_VALIDATION[op[0]])
+    places = [*uses.places, end]
+    before: list[list[RawOp]] = [[] for _ in range(len(uses.row) + 1)]
+    for moment, kind, stay in sorted(issued, key=lambda one: one[0]):
+        at = bisect_right(uses.firsts, moment) - 1
+        first = uses.firsts[at]
+        begun = moment - first + 1 if moment > first else 0
+        # Named as a unit of the stage that uses it first, or last.
+        stage = stay.uses[0 if kind == ir.UNSHARD else -1].begin[1]
+        unit = uses.units.of[stage].index(stay.unit)
+        before[places[at]].append((kind, stage, -1, begun, unit, unit + 1, -1, -1))
+    return tuple(itertools.chain(*((*ops, *uses.row[at : at + 1]) for at, ops in enumerate(before))))

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, PlanError

@@ -109,10 +109,10 @@ def expected_calls(row, units, placement):
         elif op[0] <= Kind.BW:
             text = op_text(op)
             lines += [*calls([one for one in within if one[3] == 1]), text]
-            for begun, access in enumerate(units[op[1]].accesses(op), 1):
+            for begun, use in enumerate(units[op[1]].uses(op), 1):
                 if begun > 1:
                     lines += calls([one for one in within if one[3] == begun])
-                lines += [f"{text} in {unit}" for unit in access]
+                lines += [f"{text} in {unit}" for unit in use.units]
             within = []
     return lines
 

@@ -1,6 +1,7 @@
 """The automaton of a rank's row: held to a naive walk, which shares nothing with it; lanes as rows of its table; and
 the clocks of searches, held to it."""
 
+import copy
 import itertools
 import random
 
@@ -8,7 +9,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LANES, LaneRow, Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import (
@@ -22,7 +23,6 @@ from megatron.core.pipeline_parallel.plan.ir import (
     PlanError,
     op_text,
 )
-from megatron.core.pipeline_parallel.plan.lanes import LANES, LaneRow
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
@@ -209,7 +209,7 @@ def test_a_state_is_copied_and_gone_back_to():
     lanes = Lanes(stages, residency, wire)
     walk, states, clock = RowWalk(row, units, lanes, costs.durations(), costs=costs, every=True), [], 0.0
     for place, op in enumerate(row):
-        states.append((walk.copied(), clock))
+        states.append((copy.deepcopy(walk), clock))
         clock = walk.do(place, op, clock)
     walk.end(clock)
     for start in (0, len(row) // 3, len(row) - 1):
@@ -225,7 +225,7 @@ def test_a_state_is_copied_and_gone_back_to():
 
 
 def test_the_lanes_clock_comes_to_the_times_of_the_automaton():
-    """`LaneClock` passes over computations of which no lane asks anything; 300 seeded rows."""
+    """`quick` passes over computations of which no lane asks anything; 300 seeded rows."""
     rows = 0
     for seed in itertools.count(100):
         plan, stages, residency, costs, wire = made(seed)

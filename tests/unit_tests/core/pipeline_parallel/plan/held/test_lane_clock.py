@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, B, Plan, W, op_text, parse_row

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lane_clock import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
     OpTimes,

@@ -218,7 +218,7 @@ def test_one_tied_unit_of_two_chunks_has_one_residency():
     walk = walks(add_residency(plan, stages, step, costs), stages, step)[0]
     assert walk.moves.gathers.calls == 2 + 2  # a layer a chunk, head, embedding
     units = RankUnits(0, plan.placement, stages)
-    (embedding,) = (number for number in range(len(units)) if units.unit(number).name == "embedding")
+    (embedding,) = (number for number, unit in enumerate(units.units) if unit.name == "embedding")
     assert walk.groups[embedding] == ({0: 4, 3: 4},)
     memory = asked(SHARDED, "memory", 2)
     walk = walks(add_residency(plan, stages, memory, costs), stages, memory)[0]
