@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.joint import looks
+from megatron.core.pipeline_parallel.plan.activation_share import looks
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.candidate import NoFasterError, bound_of, room_of
 from megatron.core.pipeline_parallel.plan.joint import named

@@ -3,41 +3,30 @@ shares of activations and rows of the sharding table.
 
 [Note: rounds] Of a small plan `add_residency` tries about a hundred choices, of which the first ten or so tell how good
 it is. So all candidates are tried a little, and those that come near the best one then more, in a few rounds.
-
-[Note: room] What a searched schedule may hold of activations and what is left to gathered weights and whole gradients
-add up to the limit. An order that is made for all the room holds too much beside its gradients: each rank then gets as
-much less as it is over the limit by, so that one or two orders come to what fits, alone as beside others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
+from megatron.core.pipeline_parallel.plan.activation_share import looks
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.candidate import (
     Judged,
     NoFasterError,
     bound_of,
     judged,
-    least_bytes,
     least_held,
-    refuse_full,
-    room_of,
-    search_of,
     too_little,
 )
-from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, without_collector
+from megatron.core.pipeline_parallel.plan.ir import PlanError, without_collector
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 
 # [Note: rounds]: choices that are tried of every plan; then of so many plans at most, those within so much of the best.
 _LOOK, _ROUNDS = 16, ((45, 12, 1.3), (None, 6, 1.1))
-# [Note: room]: orders of a searched schedule at most; one that takes so much longer than the best plan known, gathers
-# apart, is not looked at.
-_ORDERS, _FAR = 3, 1.03
 
 
 @without_collector()
@@ -82,45 +71,6 @@ def _looked(
         except PlanError as error:
             told[named(spec)] = f"not possible: {error}"
     return looked, told
-
-
-def looks(spec: ScheduleSpec, num_microbatches: int, tries: int | None, below: float) -> list[Judged]:
-    """A candidate's plans, by so many tries each: one of a fixed order, of a searched one see [Note: room]. below: what
-    takes longer need not be found. Raises PlanError where nothing keeps to the limit, or is below."""
-    if not spec.row.searched:
-        refuse_full(spec, num_microbatches)
-        order = plan_for(spec.bare, num_microbatches, PlanPurpose.TRAIN)
-        return [judged(spec, order, search_of(spec, order), tries)]
-    room, least = room_of(spec), [one.activation for one in least_bytes(spec)]
-    looked: list[Judged] = []
-    for _ in range(_ORDERS):
-        asked = dataclasses.replace(spec, limits=room)
-        try:
-            order = _order_below(asked, num_microbatches, below)
-            search = search_of(asked, order)
-            if search is not None and any(search.over):
-                peaks = simulate(order, spec.costs).peak_activation
-                fitting = (peak - over for peak, over in zip(peaks, search.over, strict=True))
-                room = tuple(map(max, least, fitting))
-            looked.append(judged(asked, order, search, tries))
-            below = min(below, looked[-1].simulation.cost * (1 - TOLERANCE))
-        except PlanError as error:
-            refused = error
-        if room == asked.limits:
-            break
-    if not looked:
-        raise refused
-    return looked
-
-
-def _order_below(spec: ScheduleSpec, num_microbatches: int, below: float) -> Plan:
-    """Raises NoFasterError where it takes longer."""
-    bound = bound_of(spec, num_microbatches)
-    if bound < below:
-        order = plan_for(spec.bare, num_microbatches, PlanPurpose.TRAIN)
-        if simulate(order, spec.costs).cost < _FAR * below:
-            return order
-    raise NoFasterError(bound)
 
 
 def _rounds(found: Sequence[Judged], num_microbatches: int) -> list[Judged]:
