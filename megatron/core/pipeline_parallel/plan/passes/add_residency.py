@@ -7,7 +7,7 @@ its last use; a group of microbatches whose gradients stay together has its redu
 
 [Note: search] One search chooses orders of computations, parts of trailing W's, and what of the room is left to gathers
 ahead. Without a limit in bytes only parts and shares of the plan's own order are tried, each as far as that is better.
-Under a limit a look tells about how good a plan is; from its best the search then descends.
+Under a limit a look tells about how good a plan is; from its best, and from other beginnings, the search then descends.
 Of a small plan ranks may have the rows of different orders too; of a large one a few choices are tried.
 """
 
@@ -122,7 +122,7 @@ class PlanSearch:
         self.allowed = self.most if tries is None else min(tries, self.most)
         start = self._look()
         if self.limited and not self._is_fixed and not self.is_done:
-            self._descend(start)
+            self._descend_from(start)
         if self.best is None:
             assert self.refused is not None, "nothing was tried"
             raise self.refused
@@ -143,9 +143,16 @@ class PlanSearch:
         start = self._best((first, reserve), ((one, reserve) for one in self._in_parts(first)))
         return self._best(start, ((start[0], one) for one in self.reserves))
 
+    def _descend_from(self, start: Choice) -> None:
+        """From the best of every order, with what a look has left of the room or little, and from the bases."""
+        every, full = self._every, self.reserves[0]
+        start = self._best(start, ((one, start[1]) for one in every))
+        starts = [self._best(start, ((one, left) for one in every)) for left in self.reserves[-2:]]
+        for one in (start, *starts, *((base, full) for base in self._bases)):
+            self._descend(one)
+
     def _descend(self, start: Choice) -> None:
-        """From the best of every order to what is better by one rank's row or what is left, while there is any."""
-        start = self._best(start, ((one, start[1]) for one in self._every))
+        """To what is better by one rank's row or what is left, while there is any."""
         for _ in range(_ROUNDS):
             before = start
             start = self._best(start, ((start[0], one) for one in self.reserves))
