@@ -44,11 +44,9 @@ def _judge(spec: ScheduleSpec, num_microbatches: int) -> tuple[Simulation | None
     return simulation, f"rank {rank} would hold {held} of {allowed}"
 
 
-def _merit(simulation: Simulation) -> tuple[float, float, float]:
-    """Cost, peak, messages: the least is the best. Costs that differ by less than the tolerance are the same."""
-    unit = TOLERANCE * max(simulation.work, 1e-300)
-    cost = round(simulation.cost / unit) * unit
-    return cost, max(simulation.peak_activation), float(simulation.num_messages)
+def _merit(found: Simulation) -> tuple[float, float, int]:
+    """Cost to nine digits, peak, messages: the least is the best."""
+    return found.merit[0], max(found.peak_activation), found.num_messages
 
 
 def _line(

@@ -116,17 +116,12 @@ class _Rank:
         self.idle_behind = functools.cache(self._least_idle_behind)
         self.idle_first = max(0.0, trip - min(every, self._most(self.f_pieces, self.limit, self.total)))
 
-    def bounds(self) -> list[Bound]:
+    def bounds(self) -> tuple[Bound, Bound]:
         own = self.own + self.idle_first
-        found = [
+        return (
             Bound(own, "warm-up within memory"),
             Bound(own + self.idle_last(self.idle_first), "warm-up and cool-down within memory"),
-        ]
-        if self.up:
-            found.append(
-                Bound(self.down + own - self._waiting() + self.up, "weight gradients that memory lets wait")
-            )
-        return found
+        )
 
     def most_forwards(self, before: int | None = None) -> int:
         """How many F's the rank can run before its first B, or before the first F of one of its later stages."""
@@ -134,16 +129,6 @@ class _Rank:
         room = self.limit - (0.0 if before is None else self.costs.activation[before])
         smallest, most = min(self.costs.activation[one] for one in earlier), self.total * len(earlier)
         return min(most, int(room / smallest + slack(1.0))) if smallest and room < INFINITY else most
-
-    def _waiting(self) -> float:
-        """The most W's, in time, that are left behind the rank's last B.
-
-        Before that B its microbatch's activation is held, and all W's that wait but its own; behind it all of them.
-        """
-        costs, stage = self.costs, self.mine[0]
-        before = costs.w[stage] + self._most(self.w_pieces, self.limit - costs.activation[stage], self.total)
-        every = self.total * sum(costs.w[one] for one in self.mine)
-        return min(every, before, self._most(self.w_pieces, self.limit, self.total))
 
     def _most(self, pieces: tuple[Piece, ...], room: float, microbatches: int) -> float:
         """The most work of so many microbatches that fits into the room; each has at most a piece a stage."""

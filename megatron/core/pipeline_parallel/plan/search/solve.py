@@ -92,7 +92,7 @@ class Search:
         """
         made = []
         for start in starts(self.problem):
-            found = self.add(start, start.make(self.problem))
+            found = self.add(start, start(self.problem))
             if self.is_done():
                 return
             if found is not None:
@@ -136,7 +136,7 @@ def solve(name: str, problem: OrderProblem) -> Solution:
             break
     # Memory makes each further microbatch take more than its work, or nothing settles within the short problem.
     for start in list(dict.fromkeys(found.start for found in search.ranking))[:_FINALISTS]:
-        whole.add(start, start.make(problem))
+        whole.add(start, start(problem))
     assert whole.found, "no start can be made longer"
     return whole.ranking[0]
 

@@ -15,16 +15,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.generators.linear import one_f_one_b, zb_h1, zb_h2
 from megatron.core.pipeline_parallel.plan.ir import Plan
-from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.blocks import Block, repeat
 from megatron.core.pipeline_parallel.plan.search.list_schedule import Patience, list_schedule
-from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, order_of, peaks
+from megatron.core.pipeline_parallel.plan.search.problem import Order, OrderProblem, order_of
 
 # Steps by which a period is stretched until a block fits where memory allows no shorter one; then more coarsely.
 _STRETCHES = (*(1 + 0.04 * step for step in range(1, 25)), *(2 * 1.25**step for step in range(20)))
@@ -35,25 +32,22 @@ _LOOSEST = 3  # stretched blocks: a longer one may fill its gaps better
 PATIENCES = (Patience(0.3, 0.3), Patience(1.0, 0.0), Patience(-1.0, -1.0))
 
 
-class Start(NamedTuple):
-    """make: the order of a problem with any number of microbatches; None where there is none within the limits."""
-
-    label: str
-    make: Callable[[OrderProblem], Order | None]
+# The order of a problem with any number of microbatches; it may stop, or hold too much.
+Start = Callable[[OrderProblem], Order]
 
 
 def starts(problem: OrderProblem) -> Iterator[Start]:
     """The promising ones first."""
     if problem.placement.num_chunks == 1:
-        for name, generate in (("zb-h2", zb_h2), ("zb-h1", zb_h1), ("1f1b", one_f_one_b)):
-            yield Start(name, functools.partial(_fixed, generate=generate))
+        for generate in (zb_h2, zb_h1, one_f_one_b):
+            yield functools.partial(_fixed, generate=generate)
     else:
-        yield Start("zbv", unit_zbv)
+        yield unit_zbv
         for half in (True, False):
-            yield Start("v-half" if half else "v-min", v_block(problem.placement.num_ranks, half=half).order)
+            yield v_block(problem.placement.num_ranks, half=half).order
         yield from _blocks(problem)
     for patience in PATIENCES:
-        yield Start(f"list, {patience}", functools.partial(list_schedule, patience=patience))
+        yield functools.partial(list_schedule, patience=patience)
 
 
 def _fixed(problem: OrderProblem, generate: Callable[[Request], Plan]) -> Order:
@@ -69,7 +63,7 @@ def _blocks(problem: OrderProblem) -> Iterator[Start]:
         if work > 0 and (block := repeat(problem, stretch * work)) is not None and block.fits(problem)
     )
     for stretch, block in itertools.islice(fitting, _LOOSEST):
-        yield Start(f"block of {stretch:g} of the work", block.order)
+        yield block.order
         if stretch == 1.0:
             break
 
@@ -122,10 +116,6 @@ def v_block(num_ranks: int, half: bool) -> Block:
     return Block(offsets, float(period))
 
 
-@functools.lru_cache(maxsize=8)
 def v_block_peak(num_ranks: int, half: bool) -> float:
-    """What a rank holds at most when the block repeats, in whole-stage activations."""
-    placement = Placement(V_SHAPED, num_ranks, 2)
-    endless = (float("inf"),) * num_ranks
-    problem = OrderProblem(placement, 2 * num_ranks + 2, CostModel.of_ranks(placement), endless)
-    return max(peaks(problem, v_block(num_ranks, half).order(problem)))
+    """What a rank holds at most while the block repeats, in whole-stage activations."""
+    return float(num_ranks // 2 + 1 if half else (num_ranks + 4) // 3)
