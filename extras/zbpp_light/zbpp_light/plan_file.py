@@ -78,7 +78,8 @@ def parse(text: str, path: str) -> PlanFile:
             microbatch, peer, pair = (int(number) for number in op.groups()[5:])
             ends = (stage, peer) if op[4] == "SEND" else (peer, stage)
             messages[op[4]].append((op[5], *ends, microbatch, pair))
-    plan = PlanFile(path, *map(content.get, ("schedule", "microbatches", "hash")), tuple(map(tuple, rows)), ignored)
+    header = {field: content[field] for field in ("schedule", "microbatches", "hash")}
+    plan = PlanFile(path, rows=tuple(map(tuple, rows)), ignored=ignored, **header)
     schedules.check(plan.rows, plan.microbatches)
     _check_messages(messages, len(rows), plan.microbatches)
     return plan

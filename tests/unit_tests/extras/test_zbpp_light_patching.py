@@ -402,7 +402,9 @@ def test_stages_with_different_plans(tmp_path, capsys):
     """Each would wait for messages that the other does not send."""
     paths = [saved(capsys, tmp_path, name) for name in ("zb-1p", "zb-2p")]
     hashes = [json.loads(path.read_text())["hash"] for path in paths]
-    assert all(said.endswith(f"different plans: {', '.join(hashes)}") for said in run_ranks(each_their_own, 2, paths))
+    assert all(
+        said.endswith(f"different plans: {', '.join(hashes)}") for said in run_ranks(each_their_own, 2, paths)
+    )
     (no_file,) = {*run_ranks(each_their_own, 2, [None, paths[1]])}
     assert no_file.endswith(f"different plans: zb-h1, {hashes[1]}")
 
