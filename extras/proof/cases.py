@@ -7,13 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training of a tiny GPT under megatron-core. Ranks beyond tensor x pipeline are data parallel.
+    """One training of a tiny GPT under megatron-core. Ranks beyond tensor x context x pipeline are data parallel.
 
     shape: "gpt2" (LayerNorm, biases, learned positions) or "llama" (RMSNorm, gated, rotary, grouped queries).
     ddp: "none" (gradients in `.grad`), "plain", "overlap" (`overlap_grad_reduce`), "sharded" (distributed optimizer) or
     "sharded-overlap" (with both overlaps). align: `grad_sync_func` is given too: later stages reduce in the bubble.
     experts: of sequential layers, top 2. fusion: Megatron's fused accumulation, by a stand-in for apex's kernel.
-    bf16: weights and activations; gradients are added up and reduced in fp32.
+    context: ranks that share a sequence; attention is then a module that mixes no tokens, as Megatron's is a GPU's.
+    dtype: of weights and activations; gradients are added up and reduced in fp32, float16 with a dynamic loss scale.
     evaluate_every: a forward-only step behind each so many steps.
     """
 
@@ -22,6 +23,7 @@ class Case:
     tensor: int = 1
     pipeline: int = 2
     expert: int = 1
+    context: int = 1
     shape: str = "gpt2"
     tied: bool = True
     ddp: str = "plain"
@@ -31,7 +33,7 @@ class Case:
     dropout: float = 0.0
     fusion: bool = False
     recompute: bool = False
-    bf16: bool = False
+    dtype: str = "float32"
     microbatches: int = 4
     steps: int = 20
     evaluate_every: int = 0
@@ -40,10 +42,6 @@ class Case:
     length: int = 8
     vocabulary: int = 64
     microbatch_size: int = 2
-
-    @property
-    def data(self) -> int:
-        return self.ranks // (self.tensor * self.pipeline)
 
 
 TWO_RANKS = (
@@ -65,8 +63,9 @@ TWO_RANKS = (
     Case("one microbatch on two stages", microbatches=1),
     Case("dropout", dropout=0.1),
     Case("full recomputation", recompute=True),
-    Case("bf16, overlap", shape="llama", tied=False, ddp="overlap", bf16=True),
-    Case("bf16, fused accumulation, distributed optimizer", ddp="sharded", bf16=True, fusion=True),
+    Case("bf16, overlap", shape="llama", tied=False, ddp="overlap", dtype="bfloat16"),
+    Case("bf16, fused accumulation, distributed optimizer", ddp="sharded", dtype="bfloat16", fusion=True),
+    Case("fp16, overlap", ddp="overlap", dtype="float16"),
 )
 FOUR_RANKS = (
     Case("four stages", ranks=4, pipeline=4, layers=4, microbatches=8, evaluate_every=7),
@@ -93,6 +92,7 @@ FOUR_RANKS = (
     Case("data 2 x pipeline 2, fused accumulation, overlap", ranks=4, tied=False, ddp="overlap", fusion=True),
     Case("tensor 2 x pipeline 2, fused accumulation", ranks=4, tensor=2, tied=False, fusion=True),
     Case("experts 2 x pipeline 2", ranks=4, expert=2, experts=4, shape="llama", tied=False),
+    Case("context 2 x pipeline 2, overlap", ranks=4, context=2, ddp="overlap", per_token=True),
     Case("experts, tensor 2 x pipeline 2", ranks=4, tensor=2, experts=4, shape="llama", tied=False),
 )
 # Four stages of six layers, whose activations are what fills them.

@@ -52,6 +52,7 @@ def compared(name: str, own: list[dict[str, Any]], other: list[dict[str, Any]]) 
     for rank, (expected, found) in enumerate(zip(own, other, strict=True)):
         assert expected["losses"], f"1F1B itself has no figures: {expected}"
         assert "nan" not in expected["norms"], f"1F1B itself has no figures: {expected}"
+        assert {*expected["norms"]} != {"inf"}, f"1F1B itself left out all steps: {expected}"
         for key in SAME:
             if expected[key] != found[key]:
                 lines.append(f"{name}, rank {rank}, {key}: {_first(expected[key], found[key])}")

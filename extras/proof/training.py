@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -37,9 +38,9 @@ LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-2, 0.1, 1.0
 class Record:
     """Of one rank. Floats are written as hex, so that equal means to the last bit.
 
-    losses: of each step, on the last stage; norms: of the gradients, before clipping; evaluations: losses;
-    weights: a sum of the bits of all parameters at the end; peak_bytes: the most live bytes in the last step, over what
-    was live before it.
+    losses: of each step, on the last stage; norms: of the gradients, before clipping, infinite where fp16 overflows;
+    evaluations: losses; weights: a sum of the bits of all parameters at the end; peak_bytes: the most live bytes in the
+    last step, over what was live before it.
     """
 
     losses: list[str] = dataclasses.field(default_factory=list)
@@ -54,30 +55,23 @@ def train_each(
 ) -> list[dict[str, Any]]:
     """A case once for each schedule (arguments of `patch_megatron`, or None for Megatron's own), one after the other on
     the same ranks: `Record`s."""
-    records = []
-    for words in schedules:
-        if words is not None:
-            zbpp_light.patch_megatron(**words)
-        records.append(dataclasses.asdict(train(Case(**case), measure_memory=measure_memory)))
-        if words is not None:
-            zbpp_light.unpatch_megatron()
-    return records
-
-
-def train(case: Case, *, measure_memory: bool = False) -> Record:
-    """All steps of a case on this rank, by whatever schedule `get_forward_backward_func` gives."""
+    tiny = Case(**case)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tensor,
-        pipeline_model_parallel_size=case.pipeline,
-        expert_model_parallel_size=case.expert,
+        tensor_model_parallel_size=tiny.tensor,
+        pipeline_model_parallel_size=tiny.pipeline,
+        expert_model_parallel_size=tiny.expert,
+        context_parallel_size=tiny.context,
     )
     try:
-        return _train(case, measure_memory)
+        return [dataclasses.asdict(train(tiny, words, measure_memory)) for words in schedules]
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def _train(case: Case, measure_memory: bool) -> Record:
+def train(case: Case, schedule: dict[str, str] | None, measure_memory: bool) -> Record:
+    """All steps of a case on this rank."""
+    if schedule is not None:
+        zbpp_light.patch_megatron(**schedule)
     torch.manual_seed(1234)
     with accumulation_kernel() if case.fusion else contextlib.nullcontext():
         config = transformer_config(case)
@@ -97,7 +91,9 @@ def _train(case: Case, measure_memory: bool) -> Record:
                 record.evaluations.append(_sum(run_step(case, model, 10_000 + step, forward_only=True)))
         finish_gathers(case, model)
         record.weights = _bits(model)
-        return record
+    if schedule is not None:
+        zbpp_light.unpatch_megatron()
+    return record
 
 
 # The model ---------------------------------------------------------------------------------------------
@@ -111,10 +107,10 @@ def transformer_config(case: Case) -> TransformerConfig:
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
         "pipeline_dtype": _dtype(case),
-        "params_dtype": _dtype(case),
-        "bf16": case.bf16,
+        **_precision(case),
         "tensor_model_parallel_size": case.tensor,
         "pipeline_model_parallel_size": case.pipeline,
+        "context_parallel_size": case.context,
         "sequence_parallel": case.tensor > 1,
         "gradient_accumulation_fusion": case.fusion,
         "deallocate_pipeline_outputs": True,
@@ -147,7 +143,14 @@ def transformer_config(case: Case) -> TransformerConfig:
 
 
 def _dtype(case: Case) -> torch.dtype:
-    return torch.bfloat16 if case.bf16 else torch.float32
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype
+
+
+def _precision(case: Case) -> dict[str, Any]:
+    """Settings that configurations of model and optimizer share."""
+    dtype = _dtype(case)
+    return {"params_dtype": dtype, "bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16}
 
 
 def gpt(case: Case, config: TransformerConfig) -> GPTModel:
@@ -156,9 +159,12 @@ def gpt(case: Case, config: TransformerConfig) -> GPTModel:
         "moe_grouped_gemm": False,
         "normalization": config.normalization,
     }
+    spec = get_gpt_layer_local_spec(**_known(get_gpt_layer_local_spec, spec_words))
+    if case.context > 1:
+        spec.submodules.self_attention.submodules.core_attention = TokensAlone
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(**_known(get_gpt_layer_local_spec, spec_words)),
+        spec,
         vocab_size=case.vocabulary,
         max_sequence_length=case.length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -166,6 +172,18 @@ def gpt(case: Case, config: TransformerConfig) -> GPTModel:
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="rope" if case.shape == "llama" else "learned_absolute",
     )
+
+
+class TokensAlone(torch.nn.Module):
+    """In the place of attention over ranks that share a sequence, which is Transformer Engine's alone: no token sees
+    another."""
+
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **words: Any) -> Tensor:
+        """All have [tokens, samples, heads, channels]."""
+        return ((query * key).sum(dim=-1, keepdim=True).tanh() * value).flatten(2)
 
 
 def _known(function: Callable[..., Any], words: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +198,7 @@ def wrapped(case: Case, config: TransformerConfig, model: GPTModel) -> torch.nn.
     """In Megatron's DDP, with the functions of the configuration set as Megatron's own training loop sets them."""
     if case.ddp == "none":
         return model
-    if case.bf16:
+    if case.dtype != "float32":
         model = Float16Module(config, model)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -260,20 +278,23 @@ without_transformer_engine()
 
 
 def batches(case: Case, step: int) -> Iterator[dict[str, Tensor]]:
-    """Microbatches of this rank's replica: tokens, labels and a mask that leaves out other tokens in each."""
-    replica = parallel_state.get_data_parallel_rank()
+    """Microbatches of this rank's replica, or its part of a sequence: tokens, labels and a mask that leaves out other
+    tokens in each."""
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for microbatch in range(case.microbatches):
         source = torch.Generator().manual_seed(step * 1000 + microbatch * 10 + replica)
-        size = (case.microbatch_size, case.length + 1)
+        length = case.length // case.context
+        size = (case.microbatch_size, length + 1)
         text = torch.randint(0, case.vocabulary, size, generator=source)
-        mask = torch.rand((case.microbatch_size, case.length), generator=source) < 0.8
+        mask = torch.rand((case.microbatch_size, length), generator=source) < 0.8
         yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask.float()}
 
 
 def forward_step(case: Case, data: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> Any:
     batch = next(data)
-    positions = torch.arange(case.length).expand(case.microbatch_size, -1)
-    causal = torch.ones(1, 1, case.length, case.length).triu(1).bool()
+    length = batch["tokens"].shape[1]
+    positions = torch.arange(length).expand(case.microbatch_size, -1)
+    causal = torch.ones(1, 1, length, length).triu(1).bool()
     output = model(batch["tokens"], positions, causal, labels=batch["labels"])
     return output, functools.partial(loss, case, batch["mask"])
 
@@ -322,12 +343,16 @@ class Optimizer:
             "lr": LEARNING_RATE,
             "weight_decay": WEIGHT_DECAY,
             "clip_grad": CLIP,
-            "bf16": case.bf16,
-            "params_dtype": _dtype(case),
+            **_precision(case),
+            "initial_loss_scale": 2.0**24,
+            "loss_scale_window": 4,
+            "hysteresis": 1,
             "use_distributed_optimizer": case.ddp.startswith("sharded"),
             "overlap_param_gather": case.ddp == "sharded-overlap",
         }
         self.megatron = get_megatron_optimizer(OptimizerConfig(**_known(OptimizerConfig, words)), [model])
+        config.grad_scale_func = self.megatron.scale_loss  # as Megatron's own training loop
+        self.may_overflow = case.dtype == "float16"
 
     def step(self) -> float:
         """Returns the norm of the gradients."""
@@ -336,8 +361,8 @@ class Optimizer:
             self.plain.step()
             return norm.item()
         updated, norm, _ = self.megatron.step()
-        assert updated, "the step was left out"
-        return float(norm)
+        assert updated or self.may_overflow, "the step was left out"
+        return float(norm) if updated else math.inf
 
 
 def finish_gathers(case: Case, model: torch.nn.Module) -> None:

@@ -43,9 +43,15 @@ def newest(processes):
     return processes(releases.AT_EACH_CI[-1])
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where plans are saved, once for all cases that are as large."""
+    return tmp_path_factory.mktemp("plans")
+
+
 @pytest.mark.parametrize("name", AT_EACH_CI)
-def test_training_has_the_bits_of_1f1b(process, name, tmp_path):
-    assert not prove.differences(EVERY[name], process, prove.SCHEDULES, tmp_path)
+def test_training_has_the_bits_of_1f1b(process, name, folder):
+    assert not prove.differences(EVERY[name], process, prove.SCHEDULES, folder)
 
 
 def test_the_first_step_says_what_runs(process, tmp_path):
@@ -58,8 +64,7 @@ def test_the_first_step_says_what_runs(process, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def refusals(newest, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plans")
+def refusals(newest, folder):
     other = plans.arguments("zb-1p", 4, 8, folder)["plan"]
     first, second = newest.run(f"{ON_RANKS}:refusals", 2, other_plan=other)
     assert {**first, "runs then": 4, "within a step": 0} == {**second, "within a step": 0}, (

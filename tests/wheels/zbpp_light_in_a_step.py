@@ -1,5 +1,9 @@
-"""extras/zbpp_light's example under torchrun, whose last rank stays in a forward step (`sleep`) or raises (`raise`)."""
+"""extras/zbpp_light's example under torchrun, whose last rank stays in a forward step (`sleep`) or raises (`raise`).
 
+Each rank prints its number and pid, and the last one `in a step`: the first has sent it an activation by then.
+"""
+
+import os
 import sys
 import time
 
@@ -12,6 +16,7 @@ from megatron.core import parallel_state
 
 def main(what):
     dist.init_process_group("gloo")
+    print("rank", dist.get_rank(), os.getpid(), flush=True)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     plain, calls = tiny_gpt.forward_step, []
 

@@ -65,8 +65,7 @@ def can_split(layers: Any, config: Any, model: nn.Module) -> bool:
 
 def embedding_weights(layers: Any, model: nn.Module) -> list[Any]:
     """Weights of this stage's embeddings: what else uses one adds to its gradient in the same B."""
-    kinds = (layers.VocabParallelEmbedding, nn.Embedding)
-    return [module.weight for module in model.modules() if isinstance(module, kinds)]
+    return [each.weight for each in model.modules() if isinstance(each, (layers.VocabParallelEmbedding, nn.Embedding))]
 
 
 def engine_linears(config: Any, model: nn.Module) -> list[nn.Module]:

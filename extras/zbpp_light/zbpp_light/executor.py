@@ -64,8 +64,7 @@ class Step:
         # On the first stage nobody waits for a B: a W right behind it is computed with it, and nothing kept in between.
         pairs = zip(self._row, (*self._row[1:], None), strict=True)
         split = {microbatch for (kind, microbatch), then in pairs if kind == B and (stage or then != (W, microbatch))}
-        # Gradients are reduced as they come only with what the last microbatch adds: in its B what B computes, in its W
-        # what W computes, so that no parameter is registered before its last W.
+        # Gradients are reduced as they come only in B and W of the last microbatch: none before its weight's last W.
         no_sync = config.no_sync_func or contextlib.nullcontext
         early = config.grad_sync_func is None or stage == 0  # else later stages reduce behind their last operation
         neighbours = [neighbour for neighbour in (self._before, self._behind) if neighbour is not None]

@@ -130,9 +130,11 @@ class Patch:
         mine = checks.problems(config, chunks)
         mine += self._file.problems(stages, microbatches) if self._file else []
         splits = any(checks.can_split(self._layers, config, chunk) for chunk in chunks)
-        everywhere = _gathered((mine, splits), groups)
-        reasons = list(dict.fromkeys(reason for reasons, _ in everywhere for reason in reasons))
-        if not any(splits for _, splits in everywhere):
+        said, split, plans = zip(*_gathered((mine, splits, self._file and self._file.hash), groups), strict=True)
+        reasons = list(dict.fromkeys(reason for reasons in said for reason in reasons))
+        if len({*plans}) > 1:
+            reasons.append(f"stages have different plans: {', '.join(plan or MADE_HERE for plan in plans)}")
+        if not any(split):
             reasons.append("the model has no linear layer of Megatron's, whose B and W could be apart")
         if reasons:
             raise ValueError("\n- ".join(["zbpp_light cannot run this training step:", *reasons]))

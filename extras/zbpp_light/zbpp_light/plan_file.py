@@ -23,12 +23,13 @@ Message = tuple[str, int, int, int, int]  # F or B, sender, receiver, microbatch
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """path: for messages; rows: by stage; ignored: how many operations of data parallelism were left out."""
+    """path: for messages; hash: the file's; rows: by stage; ignored: how many operations of data parallelism it has."""
 
     path: str
     schedule: str
-    rows: Rows
     microbatches: int
+    hash: str
+    rows: Rows
     ignored: int
 
     def problems(self, stages: int, microbatches: int) -> list[str]:
@@ -77,7 +78,8 @@ def parse(text: str, path: str) -> PlanFile:
             microbatch, peer, pair = (int(number) for number in op.groups()[5:])
             ends = (stage, peer) if op[4] == "SEND" else (peer, stage)
             messages[op[4]].append((op[5], *ends, microbatch, pair))
-    plan = PlanFile(path, content["schedule"], tuple(map(tuple, rows)), content["microbatches"], ignored)
+    header = {field: content[field] for field in ("schedule", "microbatches", "hash")}
+    plan = PlanFile(path, rows=tuple(map(tuple, rows)), ignored=ignored, **header)
     schedules.check(plan.rows, plan.microbatches)
     _check_messages(messages, len(rows), plan.microbatches)
     return plan

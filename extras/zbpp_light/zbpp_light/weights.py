@@ -30,10 +30,8 @@ class Product(NamedTuple):
 
 
 class WeightGradients:
-    """What waits for W, by microbatch. layers: Megatron's module of linear layers.
-
-    While `measuring`: computed, the weights that W computes; most_bytes, the most that waited at a time.
-    """
+    """What waits for W, by microbatch. layers: Megatron's module of linear layers. While `measuring`: computed, the
+    weights that W computes; most_bytes, the most that waited at a time."""
 
     def __init__(self, layers: Any) -> None:
         self._layers, self.linear = layers, getattr(layers, LINEAR)

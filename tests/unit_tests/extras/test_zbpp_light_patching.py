@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import json
 import sys
 import types
 
@@ -31,6 +32,17 @@ def megatron(monkeypatch):
     yield modules[stand_in.SCHEDULES]
     with contextlib.suppress(ValueError):
         zbpp_light.unpatch_megatron()
+
+
+def saved(capsys, folder, name):
+    """A plan of two stages and four microbatches."""
+    from tools import show_schedule
+
+    words = ["--schedule", name, "--stages", "2", "--microbatches", "4", "--format", "plan"]
+    assert show_schedule.main(words) == 0
+    path = folder / f"{name}.json"
+    path.write_text(capsys.readouterr().out)
+    return path
 
 
 def test_what_is_replaced_is_given_back(megatron):
@@ -80,6 +92,15 @@ def test_asked_wrongly(megatron, tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match=r"zbpp_light: .*plan\.json: this is no plan"):
         zbpp_light.patch_megatron(plan=tmp_path / "plan.json")
+
+
+def test_a_schedule_beside_a_plan_of_another(megatron, tmp_path, capsys):
+    path = saved(capsys, tmp_path, "zb-1p")
+    with pytest.raises(
+        ValueError, match=r"zbpp_light: schedule='zb-2p' and .*, a plan of zb-1p: give one of"
+    ):
+        zbpp_light.patch_megatron("zb-2p", plan=path)
+    zbpp_light.patch_megatron("zb-1p", plan=path)
 
 
 def test_an_unknown_signature_leaves_megatron_alone(megatron, monkeypatch):
@@ -363,15 +384,29 @@ def other_sizes(megatron, layers, path):
 
 
 def test_a_plan_of_other_sizes(tmp_path, capsys):
-    from tools import show_schedule
-
-    words = ["--schedule", "zb-1p", "--stages", "2", "--microbatches", "4", "--format", "plan"]
-    assert show_schedule.main(words) == 0
-    path = tmp_path / "plan.json"
-    path.write_text(capsys.readouterr().out)
+    path = saved(capsys, tmp_path, "zb-1p")
     run_ranks(other_sizes, 2, path)
     with pytest.raises(RanksError, match="is a plan for 2 stages, this run has 1"):
         run_ranks(other_sizes, 1, path)
+
+
+@on_stand_in
+def each_their_own(megatron, layers, paths):
+    zbpp_light.patch_megatron(plan=paths[torch.distributed.get_rank()])
+    with pytest.raises(ValueError, match="stages have different plans") as refused:
+        step(megatron, Model(Config(), ColumnParallelLinear()), 4)
+    return str(refused.value)
+
+
+def test_stages_with_different_plans(tmp_path, capsys):
+    """Each would wait for messages that the other does not send."""
+    paths = [saved(capsys, tmp_path, name) for name in ("zb-1p", "zb-2p")]
+    hashes = [json.loads(path.read_text())["hash"] for path in paths]
+    assert all(
+        said.endswith(f"different plans: {', '.join(hashes)}") for said in run_ranks(each_their_own, 2, paths)
+    )
+    (no_file,) = {*run_ranks(each_their_own, 2, [None, paths[1]])}
+    assert no_file.endswith(f"different plans: zb-h1, {hashes[1]}")
 
 
 @on_stand_in
@@ -395,6 +430,25 @@ def inside(megatron, layers):
 
 def test_inside_a_running_step():
     run_ranks(inside, 1)
+
+
+@on_stand_in
+def several(megatron, layers):
+    """Messages of more than one tensor."""
+    megatron.P2PCommunicator = type("P2PCommunicator", (), {})
+    zbpp_light.patch_megatron()
+    model = Model(Config(), ColumnParallelLinear())
+    with pytest.raises(ValueError, match="messages of a MultiModule are of pipelines of several modules"):
+        step(megatron, model, p2p_communicator=type("MultiModule", (), {})())
+    with pytest.raises(
+        ValueError, match=r"shapes \[\[\(3, 2, 4\), \(3, 2, 4\)\], .* where it sends one tensor"
+    ):
+        step(megatron, model, adjust_tensor_shapes_fn=lambda received, sent: (2 * received, sent))
+    step(megatron, model)
+
+
+def test_messages_of_several_tensors():
+    run_ranks(several, 1)
 
 
 @on_stand_in
