@@ -44,7 +44,7 @@ from megatron.training.config.saved_config import (
     model_config,
 )
 from tools.conversion.progress import Say
-from tools.conversion.source_reader import fingerprint, reading
+from tools.conversion.source_reader import fingerprint, reading, verify
 from tools.conversion.stream import OutputFile, in_files, num_bytes_of, safetensors_parts, write_files
 from tools.conversion.tokenizer_copy import BESIDE, copy_tokenizer, tokenizer_files
 from tools.conversion.values import DTYPES
@@ -79,6 +79,7 @@ def import_folder(found: Foreign, save: Path, *, dtype: str | None, max_shard_by
     ]
     plans = in_files(pieces, lambda piece: num_bytes_of(piece.shape, piece.dtype), max_shard_bytes)
     temporary = save / directory_name(found.iteration, CheckpointKind.TEMPORARY, mark)
+    verify(found)  # such formats have next to nothing to be verified by, and nothing is made of what is wrong
     with reading(found, temporary) as reader:
         files = []
         for number, layout in enumerate(map(lay_out, plans)):

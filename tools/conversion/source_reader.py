@@ -82,7 +82,7 @@ def reading(found: Found, temporary: Path) -> Iterator[SourceReader]:
     """
     before, failure = _state_of(found), None
     with SourceReader(found) as reader, ThreadPoolExecutor(1) as beside:
-        verified = beside.submit(_verify, found)
+        verified = beside.submit(verify, found)
         try:
             yield reader
         except (CheckpointError, OSError) as error:
@@ -100,6 +100,7 @@ def reading(found: Found, temporary: Path) -> Iterator[SourceReader]:
         raise why
 
 
-def _verify(found: Found) -> None:
+def verify(found: Found) -> None:
+    """All that can be checked of its files. Raises CheckpointError."""
     for file in found.files:
         found.verify_file(file)
