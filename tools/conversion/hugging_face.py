@@ -16,7 +16,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor, build_header
-from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor, Part, parts_of
+from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor, ChunkPart, parts_of
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.safe_files import publish_text
 from megatron.interchange.architecture import MEANINGLESS, InterchangeError
@@ -156,7 +156,7 @@ def _their_tensors(found: Found, catalogue: Catalogue, dtype: str | None) -> dic
     return tensors
 
 
-def _moved(part: Part, move: Move) -> ArrayChunk:
+def _moved(part: ChunkPart, move: Move) -> ArrayChunk:
     """What a stored chunk has of a move, as a rectangle of their tensor."""
     turn = -1 if move.transposed else 1
     offset = tuple(map(operator.add, move.theirs.box.offset, part.at.offset[::turn]))

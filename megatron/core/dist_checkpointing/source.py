@@ -82,7 +82,7 @@ class TensorSource(Protocol):
         """Check what can be checked of one file. Raises CheckpointError naming it."""
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """What a chunk has of a rectangle of its tensor. inside: where it is in the chunk; at: in the rectangle."""
 
     chunk: StoredChunk
@@ -90,9 +90,9 @@ class Part(NamedTuple):
     at: Rectangle
 
 
-def parts_of(tensor: SourceTensor, box: Rectangle) -> Iterator[Part]:
+def parts_of(tensor: SourceTensor, box: Rectangle) -> Iterator[ChunkPart]:
     """All that make up a rectangle of a tensor."""
     for chunk in tensor.chunks:
         common = chunk.common(box)
         if common is not None:
-            yield Part(chunk, common.seen_from(chunk.offset), common.seen_from(box.offset))
+            yield ChunkPart(chunk, common.seen_from(chunk.offset), common.seen_from(box.offset))
