@@ -25,10 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 from megatron.command import program
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.words import counted
-from megatron.interchange.foreign_checkpoint import heeded
+from megatron.interchange.foreign_checkpoint import heeded, open_megatron
+from megatron.interchange.hf_folder import open_folder
 from megatron.interchange.known import ARCHITECTURES
 from megatron.training.guard.console import guard_console
-from tools.conversion import contents
+from tools.conversion import compare, contents, hugging_face
+from tools.conversion.importing import import_folder
 from tools.flags import add_flags, script_parser
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -68,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
         add_flags(one, {"--no-load-optim": "of --megatron: leave the optimizer's states out"})
         add_flags(one, {"--dtype NAME": dtype}, choices=("float32", "bfloat16", "float16"), metavar=None)
         add_flags(one, {"--max-shard-size SIZE=5GB": ""}, type=shard_bytes)
-    compare = command("compare", "what two checkpoints differ in")
-    compare.add_argument("checkpoints", nargs=2, type=Path, metavar="DIR")
+    compared = command("compare", "what two checkpoints differ in")
+    compared.add_argument("checkpoints", nargs=2, type=Path, metavar="DIR")
     shown = command("inspect", "what a checkpoint of ours holds")
     shown.add_argument("load", type=Path, metavar="DIR", help="folder of checkpoints, as --load")
     verify = "judge it as a load does: every field of the manifest, SHA-256 and header of every file"
@@ -95,8 +97,6 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "inspect":
         contents.show(args.load, args.ckpt_step, verify=args.verify, as_json=args.json)
         return 0
-    from tools.conversion import compare, hugging_face, megatron, torch_dist  # these bring torch
-
     if args.command == "compare":
         differing = compare.differences(*map(compare.open_source, args.checkpoints))
         for difference in differing:
@@ -109,11 +109,15 @@ def run(args: argparse.Namespace) -> int:
         print(line, file=sys.stderr, flush=True)
 
     common: dict[str, Any] = {"dtype": args.dtype, "max_shard_bytes": args.max_shard_size, "say": say}
-    if args.command == "import" and args.megatron is not None:
-        made = megatron.import_folder(args.megatron, args.save, optimizer=not args.no_load_optim, **common)
-    elif args.command == "import":
-        made = hugging_face.import_folder(args.hf, args.save, given=heeded(vars(args)), **common)
+    if args.command == "import":
+        if args.megatron is not None:
+            foreign = open_megatron(args.megatron, optimizer=not args.no_load_optim)
+        else:
+            foreign = open_folder(args.hf, heeded(vars(args)))
+        made = import_folder(foreign, args.save, **common)
     elif args.megatron is not None:
+        from tools.conversion import torch_dist  # it brings torch
+
         found = contents.newest(args.load, args.ckpt_step)
         made = torch_dist.export_folder(found, args.megatron, optimizer=not args.no_load_optim, **common)
     else:

@@ -162,13 +162,9 @@ def join_ranks(args: argparse.Namespace, env: LaunchEnv) -> ParallelState:
 
 def join_and_open(args: argparse.Namespace, env: LaunchEnv) -> tuple[ParallelState, Config, Load]:
     """`join_ranks` and `open_checkpoint`, whose errors all ranks raise alike."""
-    from megatron.core.dist_checkpointing.agree import step
-
     ps = join_ranks(args, env)
-    with step() as opened:
-        config, load = open_checkpoint(args.load, args.ckpt_step, args.max_position_embeddings)
-    opened.gather(ps)
-    return ps, config, load
+    with alike(ps):
+        return ps, *open_checkpoint(args.load, args.ckpt_step, args.max_position_embeddings)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,15 @@ class Rectangle:
         shape = tuple(end - begin for begin, end in zip(first, map(min, *ends), strict=True))
         return Rectangle(first, shape) if all(size > 0 for size in shape) else None
 
+    def seen_from(self, origin: Dims) -> Rectangle:
+        """The same elements, their place counted from `origin`."""
+        return Rectangle(tuple(a - b for a, b in zip(self.offset, origin, strict=True)), self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What picks it out of an array of the tensor."""
+        return tuple(slice(first, first + n) for first, n in zip(self.offset, self.shape, strict=True))
+
 
 def cut_flat_slice(global_shape: Dims, start: int, end: int) -> list[Rectangle]:
     """The fewest rectangles, in flat order, that make up elements [start, end) of a row-major tensor. The elements of

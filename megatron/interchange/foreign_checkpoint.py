@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,27 +12,23 @@ from typing import Any
 from megatron.core.config_base import arg_info
 from megatron.core.dist_checkpointing.catalog import (
     TRACKER_NAME,
-    Found,
     OpenOther,
     candidates,
     directory_name,
     list_entries,
 )
 from megatron.core.dist_checkpointing.files import CheckpointError
-from megatron.core.dist_checkpointing.foreign import MEGATRON, Recognised, recognise
-from megatron.core.dist_checkpointing.manifest import Manifest
-from megatron.core.dist_checkpointing.source import TensorSource
+from megatron.core.dist_checkpointing.foreign import MEGATRON, recognise
 from megatron.core.safe_files import read_bytes
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.interchange.foreign import EMBEDDING, Foreign
 from megatron.interchange.hf_folder import open_folder
 from megatron.interchange.megatron_folder import METADATA, MegatronSource, open_torch_dist
 from megatron.interchange.megatron_ranks import open_torch
-from megatron.interchange.tokenizer_files import tokenizer_flags
 
 # Settings of a run that decide how a config.json is read.
 HEEDED = ("max_position_embeddings", "hidden_dropout")
-EMBEDDING = "model.embedding.word_embeddings.weight"
 _MODEL = {field.name for field in dataclasses.fields(TransformerConfig)}
 _TAKEN = {
     field.name
@@ -42,14 +37,6 @@ _TAKEN = {
     if (info := arg_info(field)) is not None and (info.weights or info.from_checkpoint)
 }
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-
-
-@dataclasses.dataclass(frozen=True)
-class Foreign(Found):
-    """Its manifest has the counters and the configuration, as far as the folder says anything of them; `source` has its
-    tensors."""
-
-    source: TensorSource
 
 
 def opener(settings: Mapping[str, Any], *, rows: int | None = None) -> OpenOther:
@@ -68,19 +55,11 @@ def _open(settings: Mapping[str, Any], rows: int | None, root: Path, ckpt_step: 
     if what.form.read_as == MEGATRON:
         weights_alone = bool(settings.get("finetune") or settings.get("no_load_optim"))
         return open_megatron(root, ckpt_step, optimizer=not weights_alone)
-    return _hugging_face(root, what, settings, rows, ckpt_step)
-
-
-def _hugging_face(
-    root: Path, what: Recognised, settings: Mapping[str, Any], rows: int | None, ckpt_step: int | None
-) -> Foreign:
     if what.directory:
         raise CheckpointError(f"{root}: {what} is below it: give --load {root / what.directory}")
     if ckpt_step is not None:
         raise CheckpointError(f"{root}: {what} has no iterations: leave --ckpt-step {ckpt_step} out")
-    source = open_folder(root, heeded(settings), rows or 0)
-    rows_here = {"padded_vocab_size": source.padded_vocab_size}
-    return _foreign(source, {"config": {**source.model.flags, **tokenizer_flags(root), **rows_here}})
+    return open_folder(root, heeded(settings), rows or 0)
 
 
 def heeded(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +83,7 @@ def open_megatron(root: Path, ckpt_step: int | None = None, *, optimizer: bool =
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: missing, of the checkpoints in {root}")
     open_format = open_torch_dist if (directory / METADATA).exists() else open_torch
-    return _megatron(open_format(directory, optimizer=optimizer))
+    return _as_checkpoint(open_format(directory, optimizer=optimizer))
 
 
 def _megatron_settings(source: MegatronSource) -> dict[str, Any]:
@@ -129,7 +108,7 @@ def _count(source: MegatronSource, name: str, default: int = 0) -> int:
     return value
 
 
-def _megatron(source: MegatronSource) -> Foreign:
+def _as_checkpoint(source: MegatronSource) -> Foreign:
     samples = source.iteration * _count(source, "global_batch_size")
     counters = {
         "iteration": source.iteration,
@@ -142,13 +121,7 @@ def _megatron(source: MegatronSource) -> Foreign:
         "num_floating_point_operations_so_far": 0.0,
     }
     run = {"train_state": state, "nan_policy": {"consecutive_skips": 0}, "config": _megatron_settings(source)}
-    return _foreign(source, {**counters, **source.state, **run})
-
-
-def _foreign(source: TensorSource, common: Mapping[str, Any]) -> Foreign:
-    facts = repr((sorted(source.tensors.items()), sorted(common.items())))
-    counters = common.get("iteration", 0), common.get("consumed_train_samples", 0)
-    manifest = Manifest(*counters, 1, {}, "", "", "", {}, {}, common, ())
-    digest = hashlib.sha256(facts.encode()).hexdigest()
-    where = source.described_in, source.tensors, source.files, source.verify_file, source.follows_links
-    return Foreign(source.directory, counters[0], manifest, digest, *where, source)
+    common = {**counters, **source.state, **run}
+    return Foreign.of(
+        source.described_in, source.tensors, common, directory=source.directory, args=source.args
+    )

@@ -12,9 +12,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors, open_regular
 from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
@@ -44,7 +44,7 @@ Places = dict[tuple[str, Dims], Any]  # of a tensor's chunks, by its name and th
 
 @dataclasses.dataclass(frozen=True)
 class MegatronSource:
-    """A `Source` of Megatron's tensors under our names. args: its launch's settings, JSON values. state: what belongs
+    """Megatron's tensors under our names. args: its launch's settings, JSON values. state: what belongs
     to its optimizer's tensors, as sections of the `common` of a checkpoint of ours; empty where those are left."""
 
     directory: Path
@@ -53,14 +53,7 @@ class MegatronSource:
     args: Mapping[str, Any]
     iteration: int
     state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    follows_links: bool = False
-
-    @property
-    def files(self) -> Collection[str]:
-        return sorted({chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
-
-    def verify_file(self, name: str) -> None:
-        """The formats have no digests."""
+    follows_links: ClassVar[bool] = False
 
 
 def open_torch_dist(directory: Path, *, optimizer: bool = False) -> MegatronSource:

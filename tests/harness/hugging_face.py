@@ -10,9 +10,8 @@ import transformers
 from megatron.core.dist_checkpointing.loading import load_pieces
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.models.gpt.gpt import GPTModel
-from megatron.interchange.hf_folder import open_folder
+from megatron.interchange.hf_folder import open_folder, read_config_file
 from megatron.interchange.known import ARCHITECTURES
-from tools.conversion.source_reader import view
 
 VOCAB, POSITIONS = 61, 32
 _SIZES = {
@@ -96,8 +95,8 @@ def our_model(folder: Path, dtype: torch.dtype = torch.float32, padding: int = 0
     """Ours with the weights of a folder."""
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     source = open_folder(folder, rows=rows + padding)
-    config = source.model.config(seq_length=POSITIONS)
-    model = GPTModel(config, padded_vocab_size=source.padded_vocab_size, seed=1, params_dtype=dtype)
+    config = read_config_file(folder)[0].config(seq_length=POSITIONS)
+    model = GPTModel(config, padded_vocab_size=rows + padding, seed=1, params_dtype=dtype)
     pieces = [
         LocalPiece("model." + name, tuple(weight.shape), (0,) * weight.dim(), weight.detach())
         for name, weight in model.named_parameters()
@@ -115,5 +114,5 @@ def copy_weights(theirs, ours: GPTModel) -> None:
     shapes = [{name: tuple(value.shape) for name, value in side.items()} for side in tensors]
     assert catalogue.problems(ours=shapes[1], theirs=shapes[0]) == []
     for move in catalogue.moves:
-        part = view(tensors[0][move.theirs.name], move.theirs.box)
-        view(tensors[1][move.ours.name], move.ours.box).copy_(part.t() if move.transposed else part)
+        part = tensors[0][move.theirs.name][move.theirs.box.slices]
+        tensors[1][move.ours.name][move.ours.box.slices].copy_(part.t() if move.transposed else part)

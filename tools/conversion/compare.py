@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from megatron.core.dist_checkpointing.source import TensorSource
 from megatron.core.rectangles import Rectangle
@@ -13,6 +13,7 @@ from megatron.core.words import plain
 from megatron.interchange.foreign_checkpoint import opener
 from tools.conversion import contents
 from tools.conversion.source_reader import SourceReader
+from tools.conversion.values import numbers
 
 PREFIX = "model."
 VOCABULARY = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
@@ -60,13 +61,12 @@ def _difference(name: str, first: SourceReader, second: SourceReader) -> Differe
         longer = first if rows[0] > rows[1] else second
         count = max(rows) - min(rows)
         rest = Rectangle((min(rows), *(0 for _ in shapes[0][1:])), (count, *shapes[0][1:]))
-        if longer.read(name, rest).count_nonzero():
+        if np.count_nonzero(numbers(longer.read(name, rest), longer.source.tensors[name].dtype)):
             return Difference(name, f"{count} more rows in one of them, which are not zero")
     a, b = first.read(name, box), second.read(name, box)
-    if dtypes[0] == dtypes[1]:
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        if torch.equal(a.reshape(-1).view(bits), b.reshape(-1).view(bits)):
-            return None
-    largest = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    if dtypes[0] == dtypes[1] and np.array_equal(a, b):
+        return None
+    values = (numbers(bits, dtype).astype("f8") for bits, dtype in zip((a, b), dtypes, strict=True))
+    largest = float(np.abs(np.subtract(*values)).max()) if a.size else 0.0
     dtype_text = f"{dtypes[0]} and {dtypes[1]}, " if dtypes[0] != dtypes[1] else ""
     return Difference(name, f"{dtype_text}largest difference {plain(largest)}", largest)

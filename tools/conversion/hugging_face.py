@@ -1,9 +1,10 @@
-"""A Hugging Face folder as a checkpoint of ours, and the other way."""
+"""A checkpoint of ours as a Hugging Face folder."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import operator
@@ -13,72 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.catalog import Found
-from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
-from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
-from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor, StoredChunk
+from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_format import StoredTensor, build_header
+from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor, ChunkPart, parts_of
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
-from megatron.core.rectangles import Rectangle
-from megatron.core.safe_files import publish_text, published, read_bytes, read_json
-from megatron.core.words import size_text
+from megatron.core.safe_files import publish_text
 from megatron.interchange.architecture import MEANINGLESS, InterchangeError
-from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, open_folder
+from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, read_object
 from megatron.interchange.known import architecture, expressing
 from megatron.interchange.moves import Catalogue, Move
-from megatron.interchange.tokenizer_files import COPIED, tokenizer_flags
 from megatron.training.config.config import Config
 from megatron.training.config.saved_config import MODEL_PREFIX
 from tools.conversion.contents import config_in
-from tools.conversion.incoming import DTYPES, write_checkpoint
-from tools.conversion.outgoing import exported, refuse_existing, stored_name
+from tools.conversion.exporting import exported, refuse_existing, stored_name
 from tools.conversion.progress import Say
-from tools.conversion.source_reader import relative
-from tools.conversion.stream import PlannedFile, in_files, planned_file, size_of, write_files
+from tools.conversion.source_reader import SourceReader
+from tools.conversion.stream import OutputFile, in_files, num_bytes_of, safetensors_parts, write_files
+from tools.conversion.tokenizer_copy import BESIDE, copy_tokenizer, tokenizer_files
+from tools.conversion.values import DTYPES
 
-BESIDE = "hugging_face"  # tokenizer, config.json and settings of generation, beside the checkpoints
 GENERATION = "generation_config.json"
-_MAX_COPIED_BYTES = 256 << 20
-
-
-def import_folder(
-    folder: Path, save: Path, *, given: Mapping[str, Any], dtype: str | None, max_shard_bytes: int, say: Say
-) -> Path:
-    """Write iteration 0 of the folder's model into `save`; its directory. given: our fields that flags give.
-
-    dtype: a key of DTYPES; as stored if not given. Raises CheckpointError; a killed call goes on where it was.
-    """
-    source = open_folder(folder, given)
-    rows = source.model.vocab_size
-    beside = save / BESIDE
-    _tokenizer_files(folder)
-
-    def settings() -> dict[str, Any]:
-        there = beside if _copy_tokenizer(folder, beside) else folder
-        return {**source.model.flags, **tokenizer_flags(there)}
-
-    facts = [source.json, {key: dataclasses.astuple(array) for key, array in source.arrays.items()}]
-    return write_checkpoint(source, save, settings, rows, facts, dtype, max_shard_bytes, say)
-
-
-def _tokenizer_files(folder: Path) -> list[str]:
-    """Raises CheckpointError for one that is too large to be copied."""
-    there = [name for name in COPIED if (folder / name).is_file()]
-    for name in there:
-        if (size := (folder / name).stat().st_size) > _MAX_COPIED_BYTES:
-            most = size_text(_MAX_COPIED_BYTES)
-            raise CheckpointError(
-                f"{folder / name}: {size_text(size)}; at most {most} are read of a tokenizer's file"
-            )
-    return there
-
-
-def _copy_tokenizer(folder: Path, into: Path) -> bool:
-    """Whether there are files of a tokenizer; they are copied, with what says how the model is used."""
-    there = _tokenizer_files(folder)
-    for name in there:
-        into.mkdir(parents=True, exist_ok=True)
-        with named_errors(folder / name), published(into / name) as file:
-            file.write(read_bytes(folder / name, max_bytes=_MAX_COPIED_BYTES, follow=True))
-    return bool(there)
 
 
 def export_folder(
@@ -114,14 +69,13 @@ def export_folder(
         )
     json_config = target.write(config.model, rows)
     tensors = _their_tensors(found, target.catalogue(config.model, rows, padded), dtype)
-    files = _files(tensors, dtype, max_shard_bytes)
-    kinds = collections.Counter(tensor.dtype for file in files for tensor in file.tensors)
-    most = kinds.most_common(1)[0][0]
+    dtypes = {name: DTYPES[dtype] if dtype else one.dtype for name, one in tensors.items()}
+    most = collections.Counter(dtypes.values()).most_common(1)[0][0]
     name = next(key for key, value in DTYPES.items() if value == most)
     with exported(found, folder, target.model_type, dtype, max_shard_bytes, rows) as (temporary, reader):
-        write_files(temporary, files, tensors, reader, say, hashed=False)
+        names = _write_weights(temporary, tensors, dtypes, max_shard_bytes, reader, say)
         if like is not None:
-            _copy_tokenizer(like, temporary)
+            copy_tokenizer(tokenizer_files(like), temporary)
         kept = {key: value for key, value in stated.items() if key in MEANINGLESS}
         _publish_json(temporary / CONFIG, {**kept, **json_config, "dtype": name, "torch_dtype": name})
         if not (temporary / GENERATION).exists():
@@ -129,9 +83,32 @@ def export_folder(
                 key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept
             }
             _publish_json(temporary / GENERATION, {"_from_model_config": True, **ids})
-        if len(files) > 1:
-            _publish_json(temporary / INDEX, _index(files))
+        if names.keys() != {SINGLE}:
+            _publish_json(temporary / INDEX, _index(tensors, dtypes, names))
     return folder
+
+
+def _write_weights(
+    directory: Path,
+    tensors: Mapping[str, ArrayTensor],
+    dtypes: Mapping[str, str],
+    max_shard_bytes: int,
+    reader: SourceReader,
+    say: Say,
+) -> dict[str, list[str]]:
+    """In files as transformers names and cuts them; the names of the tensors of each."""
+    stored = [StoredTensor(name, dtypes[name], one.shape) for name, one in tensors.items()]
+    by_file = in_files(stored, lambda one: num_bytes_of(one.shape, one.dtype), max_shard_bytes)
+    names = [f"model-{number:05d}-of-{len(by_file):05d}.safetensors" for number in range(1, len(by_file) + 1)]
+    files = []
+    for name, held in zip(names if len(names) > 1 else [SINGLE], by_file, strict=True):
+        header, places = build_header(held, {"format": "pt"})
+        written = [(tensors[one.key], one.dtype) for one in held]
+        files.append(
+            OutputFile(name, places[-1], functools.partial(safetensors_parts, header, written, reader))
+        )
+    write_files(directory, files, say, hashed=False)
+    return {file.name: [one.key for one in held] for file, held in zip(files, by_file, strict=True)}
 
 
 def true_rows(config: Config, padded: int, stated: Mapping[str, Any], like: Path | None) -> int:
@@ -148,13 +125,14 @@ def true_rows(config: Config, padded: int, stated: Mapping[str, Any], like: Path
     )
 
 
-def _index(files: Sequence[PlannedFile]) -> dict[str, Any]:
-    tensors = [(tensor, file.name) for file in files for tensor in file.tensors]
+def _index(
+    tensors: Mapping[str, ArrayTensor], dtypes: Mapping[str, str], names: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     sizes = {
-        "total_parameters": sum(math.prod(tensor.shape) for tensor, _ in tensors),
-        "total_size": sum(file.num_bytes - len(file.header) for file in files),
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
+        "total_size": sum(num_bytes_of(tensor.shape, dtypes[name]) for name, tensor in tensors.items()),
     }
-    return {"metadata": sizes, "weight_map": {tensor.key: name for tensor, name in tensors}}
+    return {"metadata": sizes, "weight_map": {key: file for file, keys in names.items() for key in keys}}
 
 
 def _publish_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -173,37 +151,25 @@ def _their_tensors(found: Found, catalogue: Catalogue, dtype: str | None) -> dic
         stored = found.tensors[stored_name(found, move.ours.name, dtype)]
         theirs = tensors.setdefault(move.theirs.name, ArrayTensor(stored.dtype, move.theirs.shape, ()))
         assert theirs.dtype == stored.dtype, f"{move.theirs.name}: of {theirs.dtype} and {stored.dtype}"
-        chunks = (*theirs.chunks, *filter(None, (_moved(chunk, move) for chunk in stored.chunks)))
+        chunks = (*theirs.chunks, *(_moved(part, move) for part in parts_of(stored, move.ours.box)))
         tensors[move.theirs.name] = dataclasses.replace(theirs, chunks=chunks)
     return tensors
 
 
-def _moved(chunk: StoredChunk, move: Move) -> ArrayChunk | None:
-    """What a stored chunk has of a move, as a rectangle of their tensor; None where it has nothing of it."""
-    ours, theirs = move.ours.box, move.theirs.box
-    common = Rectangle(chunk.offset, chunk.shape).common(ours)
-    if common is None:
-        return None
-    at, inside = relative(common, chunk.offset).offset, relative(common, ours.offset)
+def _moved(part: ChunkPart, move: Move) -> ArrayChunk:
+    """What a stored chunk has of a move, as a rectangle of their tensor."""
     turn = -1 if move.transposed else 1
-    offset = tuple(map(operator.add, theirs.offset, inside.offset[::turn]))
+    offset = tuple(map(operator.add, move.theirs.box.offset, part.at.offset[::turn]))
+    chunk = part.chunk
     return ArrayChunk(
-        offset, inside.shape[::turn], chunk.file, chunk.begin, chunk.stored, at, move.transposed
+        offset,
+        part.at.shape[::turn],
+        chunk.file,
+        chunk.begin,
+        chunk.stored,
+        part.inside.offset,
+        move.transposed,
     )
-
-
-def _files(tensors: Mapping[str, ArrayTensor], dtype: str | None, max_shard_bytes: int) -> list[PlannedFile]:
-    """As transformers names and cuts them."""
-    stored = [
-        StoredTensor(name, DTYPES[dtype] if dtype else one.dtype, one.shape) for name, one in tensors.items()
-    ]
-    by_file = in_files(stored, size_of, max_shard_bytes)
-    count = len(by_file)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return [
-        planned_file(name, held, {"format": "pt"})
-        for name, held in zip(names if count > 1 else [SINGLE], by_file, strict=True)
-    ]
 
 
 def _origin(found: Found, config: Config) -> Path | None:
@@ -219,5 +185,4 @@ def _origin(found: Found, config: Config) -> Path | None:
 def _stated(like: Path | None) -> dict[str, Any]:
     if like is None or not (like / CONFIG).is_file():
         return {}
-    value = read_json(like / CONFIG, max_bytes=4 << 20, follow=True)
-    return value if isinstance(value, dict) else {}
+    return read_object(like / CONFIG)

@@ -1,4 +1,4 @@
-"""Safetensors files written block by block, so that a killed conversion goes on where it was.
+"""Files of a result written block by block, so that a killed conversion goes on where it was.
 
 A file appears under its name once it is whole and durable; what a killed process leaves is `.NAME.part`, which is
 written again. So finished files are never written twice, and the folder they are in becomes the result by one rename.
@@ -10,64 +10,66 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from megatron.core.dist_checkpointing.files import (
     BLOCK_BYTES,
     DIRECTORY_MODE,
     CheckpointError,
     open_regular,
-    read_exactly,
     sha256_of,
     write_file,
 )
 from megatron.core.dist_checkpointing.manifest import FileEntry
-from megatron.core.dist_checkpointing.planning import TORCH_DTYPES
-from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES, StoredTensor, build_header
+from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.core.dist_checkpointing.source import SourceTensor
-from megatron.core.dist_checkpointing.storage import memory_of
-from megatron.core.rectangles import Rectangle
+from megatron.core.rectangles import Dims, Rectangle
 from megatron.core.safe_files import sync_directory
 from megatron.core.words import size_text
 from tools.conversion.progress import Say, WriteProgress
 from tools.conversion.source_reader import SourceReader
+from tools.conversion.values import converted
 
 Item = TypeVar("Item")
+Bytes = bytes | memoryview
 
 
-class PlannedFile(NamedTuple):
-    """A file before it is written. begins: of each tensor, in bytes."""
+class OutputFile(NamedTuple):
+    """A file before it is written. parts: makes its bytes, from front to back."""
 
     name: str
-    header: bytes
-    tensors: tuple[StoredTensor, ...]
-    begins: tuple[int, ...]
     num_bytes: int
+    parts: Callable[[], Iterable[Bytes]]
 
 
-def bands(tensor: StoredTensor) -> Iterator[Rectangle]:
-    """Rows that make a block at most, or one: so small that their memory is used again, and is still in the cache when
-    it is hashed and written."""
-    rows, *columns = tensor.shape or (1,)
-    step = max(1, BLOCK_BYTES // max(1, math.prod(columns) * ITEM_BYTES[tensor.dtype]))
+def num_bytes_of(shape: Dims, dtype: str) -> int:
+    """Of a tensor's values."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def bands(shape: Dims, dtype: str, most: int = BLOCK_BYTES) -> Iterator[Rectangle]:
+    """Rows that make so many bytes at most, or one: by default so few that their memory is used again, and is still in
+    the cache when it is hashed and written."""
+    rows, *columns = shape or (1,)
+    step = max(1, most // max(1, num_bytes_of(tuple(columns), dtype)))
     for first in range(0, rows if math.prod(columns) else 0, step):
-        shape = (min(step, rows - first), *columns)
-        yield Rectangle((first, *(0 for _ in columns)), shape) if tensor.shape else Rectangle((), ())
+        box = Rectangle((first, *(0 for _ in columns)), (min(step, rows - first), *columns))
+        yield box if shape else Rectangle((), ())
 
 
-def size_of(tensor: StoredTensor) -> int:
-    """Bytes of its values."""
-    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-
-
-def planned_file(
-    name: str, tensors: Sequence[StoredTensor], metadata: dict[str, str] | None = None
-) -> PlannedFile:
-    """Tensors in the order of the file."""
-    header, places = build_header(tensors, metadata)
-    return PlannedFile(name, header, tuple(tensors), tuple(places[:-1]), places[-1])
+def safetensors_parts(
+    header: bytes, tensors: Sequence[tuple[SourceTensor, str]], reader: SourceReader
+) -> Iterator[Bytes]:
+    """The bytes of a file. tensors: each with the dtype that it has there."""
+    yield header
+    for tensor, dtype in tensors:
+        for band in bands(tensor.shape, dtype):  # read when it is its turn
+            values = converted(reader.read(tensor, band), tensor.dtype, dtype)
+            yield np.ascontiguousarray(values).reshape(-1).data
 
 
 def in_files(items: Iterable[Item], size: Callable[[Item], int], max_bytes: int) -> list[list[Item]]:
@@ -83,60 +85,32 @@ def in_files(items: Iterable[Item], size: Callable[[Item], int], max_bytes: int)
     return files
 
 
-def write_missing(
-    directory: Path,
-    sizes: Mapping[str, int],
-    finished: Collection[str],
-    write: Callable[[str, WriteProgress], None],
-    say: Say,
-) -> None:
-    """Write the files of a result, by name their sizes, that no earlier call has finished. Raises CheckpointError,
-    before anything is made where there is no space for them."""
-    missing = [name for name in sizes if name not in finished]
-    num_bytes = sum(sizes[name] for name in missing)
-    _check_space(directory, num_bytes)
-    directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
-    if finished:
-        say(f"{len(finished)} of {len(sizes)} files are finished, by an earlier call")
-    progress = WriteProgress(num_bytes, len(sizes), say)
-    for number, name in enumerate(sizes, 1):
-        if name in missing:
-            progress.begin_file(name, number)
-            write(name, progress)
-    progress.end()
-
-
 def write_files(
-    directory: Path,
-    files: Sequence[PlannedFile],
-    tensors: Mapping[str, SourceTensor],
-    reader: SourceReader,
-    say: Say,
-    *,
-    hashed: bool = True,
+    directory: Path, files: Sequence[OutputFile], say: Say, *, hashed: bool = True
 ) -> dict[str, FileEntry]:
-    """Write what is not there yet. tensors: what is read, by the keys in the files. hashed: whether SHA-256 of files is
-    wanted.
+    """Write what no earlier call has finished. hashed: whether SHA-256 of files is wanted.
 
     Raises CheckpointError, before anything is made where there is no space for it.
     """
-    planned, entries = {file.name: file for file in files}, dict[str, FileEntry]()
-    finished = [name for name, file in planned.items() if _is_finished(directory / name, file)]
-
-    def write(name: str, progress: WriteProgress) -> None:
-        file, path = planned[name], directory / name
-        digest = _write(path, file, tensors, reader, progress, hashed)
-        entries[name] = FileEntry(file.num_bytes, digest)
-
-    for name in planned.keys() - finished:  # what a killed call has left half written
-        _part(directory / name).unlink(missing_ok=True)
-    write_missing(directory, {file.name: file.num_bytes for file in files}, finished, write, say)
-    for name in finished:
-        num_bytes = planned[name].num_bytes
-        with open_regular(directory / name) as fd:
-            digest = sha256_of(fd, directory / name, num_bytes) if hashed else ""
-        entries[name] = FileEntry(num_bytes, digest)
-    return {name: entries[name] for name in planned}
+    missing = [file for file in files if not os.path.lexists(directory / file.name)]
+    num_bytes = sum(file.num_bytes for file in missing)
+    _check_space(directory, num_bytes)
+    directory.mkdir(parents=True, exist_ok=True, mode=DIRECTORY_MODE)
+    if len(missing) < len(files):
+        say(f"{len(files) - len(missing)} of {len(files)} files are finished, by an earlier call")
+    progress = WriteProgress(num_bytes, len(files), say)
+    digests: dict[str, str] = {}
+    for number, file in enumerate(files, 1):
+        if file in missing:
+            progress.begin_file(file.name, number)
+            digests[file.name] = _write(directory / file.name, file, progress, hashed)
+    progress.end()
+    for file in files if hashed else ():
+        path = directory / file.name
+        if file not in missing:
+            with open_regular(path) as fd:
+                digests[file.name] = sha256_of(fd, path, file.num_bytes)
+    return {file.name: FileEntry(file.num_bytes, digests.get(file.name, "")) for file in files}
 
 
 def _check_space(directory: Path, needed: int) -> None:
@@ -152,44 +126,23 @@ def _check_space(directory: Path, needed: int) -> None:
         )
 
 
-def _is_finished(path: Path, file: PlannedFile) -> bool:
-    if not os.path.lexists(path):
-        return False
-    with open_regular(path) as fd:
-        whole = os.fstat(fd).st_size == file.num_bytes
-        return whole and bytes(read_exactly(fd, path, 0, len(file.header))) == file.header
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
-
-
-def _write(
-    path: Path,
-    file: PlannedFile,
-    tensors: Mapping[str, SourceTensor],
-    reader: SourceReader,
-    progress: WriteProgress,
-    hashed: bool,
-) -> str:
+def _write(path: Path, file: OutputFile, progress: WriteProgress, hashed: bool) -> str:
     """SHA-256; "" unless it is wanted."""
 
-    def parts() -> Iterator[bytes | memoryview]:
-        yield file.header
-        for stored in file.tensors:
-            for band in bands(stored):  # read when it is its turn
-                values = reader.read(tensors[stored.key], band).to(TORCH_DTYPES[stored.dtype])
-                memory = memory_of(values.contiguous().reshape(-1))
-                yield memory
-                progress.add(len(memory))
+    def parts() -> Iterator[Bytes]:
+        for part in file.parts():
+            yield part
+            progress.add(memoryview(part).nbytes)
 
+    half = path.with_name(f".{path.name}.part")
+    half.unlink(missing_ok=True)  # what a killed call has left
     try:
-        num_bytes, digest = write_file(_part(path), parts(), hashed=hashed)
+        num_bytes, digest = write_file(half, parts(), hashed=hashed)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         more = f"; {size_text(shutil.disk_usage(path.parent).free)} are free" if full else ""
         raise CheckpointError(f"{path}: {error.strerror}{more}") from error
     assert num_bytes == file.num_bytes, f"{path}: {num_bytes} bytes, planned {file.num_bytes}"
-    os.rename(_part(path), path)
+    os.rename(half, path)
     sync_directory(path.parent)
     return digest

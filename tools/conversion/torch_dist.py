@@ -2,21 +2,22 @@
 
 The layers of a model are in one tensor with the layer as first dim, norms under the names of the linear layers behind
 them: so any homogeneous specification of Megatron-LM asks for them. Values are written in pieces of a bounded size,
-each an archive of torch.save. A file that is whole has a list of its pieces' places beside it until all are, so that a
-killed call goes on where it was.
+each an archive of torch.save, whose length follows from its shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import io
+import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import save as save_archive  # here into memory alone
 from torch.distributed.checkpoint import FileSystemWriter
@@ -33,25 +34,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.config_base import arg_info
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, directory_name
-from megatron.core.dist_checkpointing.files import write_file
 from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
-from megatron.core.dist_checkpointing.safetensors_format import ITEM_BYTES
 from megatron.core.rectangles import Dims, Rectangle
-from megatron.core.safe_files import publish_text, read_json, sync_directory
+from megatron.core.safe_files import publish_text, published, sync_directory
 from megatron.interchange.architecture import InterchangeError
 from megatron.interchange.megatron_folder import COMMON, FUSED, LAYER
 from megatron.interchange.megatron_state import LEFT_OUT, SCHEDULE
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.saved_config import MODEL_PREFIX, OPTIMIZER_PREFIX
 from tools.conversion.contents import config_in
-from tools.conversion.incoming import DTYPES
-from tools.conversion.outgoing import MAIN, exported, refuse_existing, stored_name
-from tools.conversion.progress import Say, WriteProgress
+from tools.conversion.exporting import MAIN, exported, refuse_existing, stored_name
+from tools.conversion.progress import Say
 from tools.conversion.source_reader import SourceReader
-from tools.conversion.stream import in_files, write_missing
+from tools.conversion.stream import OutputFile, bands, in_files, num_bytes_of, write_files
+from tools.conversion.values import DTYPES, converted
 
 PIECE_BYTES = 64 << 20
-_ARCHIVE_BYTES = 4 << 10  # of an archive, beside its values
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
             "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
 _ARGS = ("model", "tokenizer", "optimizer", "training")  # groups of flags that are args of theirs
@@ -72,7 +70,6 @@ class Piece(NamedTuple):
     source: str
     box: Rectangle
     dtype: str
-    num_bytes: int
 
 
 class Extent(NamedTuple):
@@ -100,22 +97,54 @@ def export_folder(
     _refuse_unknown(found, config, optimizer)
     pieces = list(_pieces(found, config.model.num_layers, optimizer, dtype))
     common = _common(found, config, optimizer, {piece.dtype for piece in pieces if piece.source})
-    parts = in_files(pieces, lambda piece: piece.num_bytes, max_shard_bytes)
+    parts = in_files(pieces, lambda piece: num_bytes_of(piece.shape, piece.dtype), max_shard_bytes)
     name = directory_name(found.iteration)
     with exported(found, folder, dtype, optimizer, max_shard_bytes) as (temporary, reader):
         directory = temporary / name
-        places = _write_parts(directory, parts, reader, say)
+        places: list[Extent] = []
+        files = []
+        for number, part in enumerate(parts):
+            file = f"__0_{number}.distcp"
+            begins = list(itertools.accumulate(map(archive_bytes, part), initial=0))
+            places += (Extent(file, begin, end - begin) for begin, end in itertools.pairwise(begins))
+            files.append(OutputFile(file, begins[-1], functools.partial(_archives, part, reader)))
+        write_files(directory, files, say, hashed=False)
         _write_metadata(directory, pieces, places)
-        buffer = io.BytesIO()
-        save_archive(common, buffer)
-        (directory / COMMON).unlink(missing_ok=True)
-        write_file(directory / COMMON, [buffer.getbuffer()], hashed=False)
+        with published(directory / COMMON) as made:
+            made.write(_archive(common))
         publish_text(directory / "metadata.json", json.dumps(_BACKEND))
-        for file in {place.file for place in places}:
-            _list_of(directory, file).unlink(missing_ok=True)
         sync_directory(directory)
         publish_text(temporary / TRACKER_NAME, str(found.iteration))
     return folder / name
+
+
+def _archive(value: Any) -> memoryview:
+    buffer = io.BytesIO()
+    save_archive(value, buffer)
+    return buffer.getbuffer()
+
+
+def _archives(pieces: Sequence[Piece], reader: SourceReader) -> Iterator[memoryview]:
+    """The bytes of a file; Megatron-LM keeps an object in a list."""
+    for piece in pieces:
+        if not piece.source:
+            yield _archive([None])
+            continue
+        bits = converted(
+            reader.read(piece.source, piece.box), reader.source.tensors[piece.source].dtype, piece.dtype
+        )
+        values = torch.from_numpy(np.ascontiguousarray(bits)).view(TORCH_DTYPES[piece.dtype])
+        yield _archive(values.view(piece.shape))
+
+
+def archive_bytes(piece: Piece) -> int:
+    """How long a piece's archive is, which its values do not change."""
+    return _length(piece.shape, piece.dtype) if piece.source else len(_archive([None]))
+
+
+@functools.cache
+def _length(shape: Dims, dtype: str) -> int:
+    return len(_archive(torch.empty(shape, dtype=TORCH_DTYPES[dtype])))
 
 
 def _refuse_unknown(found: Found, config: Config, optimizer: bool) -> None:
@@ -149,22 +178,16 @@ def _pieces(found: Found, num_layers: int, optimizer: bool, dtype: str | None) -
     for layer in range(num_layers):
         for module in _WITH_SCALES:
             key = f"decoder.layers.{module}._extra_state/shard_{layer}_{num_layers}"
-            yield Piece(key, (), (), "", Rectangle((), ()), "U8", 0)
+            yield Piece(key, (), (0,), "", Rectangle((), ()), "U8")
 
 
 def _cut(found: Found, prefix: str, name: str, source: str, dtype: str | None) -> Iterator[Piece]:
     """A tensor, in pieces of some rows so that none is larger than PIECE_BYTES unless a row is."""
     shape = found.tensors[source].shape
     kept = DTYPES[dtype] if dtype else found.tensors[source].dtype
-    row = math.prod(shape[1:]) * ITEM_BYTES[kept]
-    rows = max(1, PIECE_BYTES // max(row, 1))
     layer, key = _named_by_them(name)
-    for first in range(0, max(shape[0], 1), rows):
-        box = Rectangle((first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]))
-        count = (1,) * len(layer)
-        yield Piece(
-            prefix + key, layer + box.offset, count + box.shape, source, box, kept, row * box.shape[0]
-        )
+    for box in bands(shape, kept, PIECE_BYTES):
+        yield Piece(prefix + key, layer + box.offset, (1,) * len(layer) + box.shape, source, box, kept)
 
 
 def _named_by_them(name: str) -> tuple[Dims, str]:
@@ -177,55 +200,6 @@ def _named_by_them(name: str) -> tuple[Dims, str]:
         if rest.startswith(ours):
             rest = theirs + rest.removeprefix(ours)
     return (int(match[2]),), match[1] + rest
-
-
-def _write_parts(
-    directory: Path, parts: Sequence[Sequence[Piece]], reader: SourceReader, say: Say
-) -> list[Extent]:
-    """Write what an earlier call has not; where each piece is. Raises CheckpointError where there is no space."""
-    by_name = {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
-    sizes = {name: sum(piece.num_bytes + _ARCHIVE_BYTES for piece in part) for name, part in by_name.items()}
-    lists = {name: _list_of(directory, name) for name in by_name}
-
-    def write(name: str, progress: WriteProgress) -> None:
-        places = _write_part(directory / name, by_name[name], reader, progress)
-        publish_text(lists[name], json.dumps(places))
-
-    write_missing(directory, sizes, [name for name, one in lists.items() if one.exists()], write, say)
-    return [Extent(*place) for one in lists.values() for place in read_json(one, max_bytes=1 << 30)]
-
-
-def _list_of(directory: Path, name: str) -> Path:
-    """The file that says where the pieces of another are, which is whole then."""
-    return directory / f".{name}.places"
-
-
-def _write_part(
-    path: Path, pieces: Sequence[Piece], reader: SourceReader, progress: WriteProgress
-) -> list[Extent]:
-    places: list[Extent] = []
-
-    def archives() -> Iterator[memoryview]:
-        begin = 0
-        for piece in pieces:
-            buffer = io.BytesIO()
-            save_archive(_value(piece, reader), buffer)
-            places.append(Extent(path.name, begin, buffer.tell()))
-            begin += buffer.tell()
-            yield buffer.getbuffer()
-            progress.add(buffer.tell())
-
-    path.unlink(missing_ok=True)  # without its list it is of a killed call
-    write_file(path, archives(), hashed=False)
-    sync_directory(path.parent)
-    return places
-
-
-def _value(piece: Piece, reader: SourceReader) -> Any:
-    """What lies at a piece's place; Megatron-LM keeps an object in a list."""
-    if not piece.source:
-        return [None]
-    return reader.read(piece.source, piece.box).to(TORCH_DTYPES[piece.dtype]).view(piece.shape)
 
 
 def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[Extent]) -> None:

@@ -2,12 +2,12 @@
 
 Rank 0 chooses the directory (`catalog`), all ranks read its manifest. Names, shapes and dtypes are compared with what
 this run holds, each file's SHA-256 is checked by one rank, and every rank hears of every other's findings before the
-first value is applied. Resharding is DCP's: each rank reads the parts of the saved chunks that make up its pieces.
+first value is applied. Each rank reads the parts of the saved chunks that make up its pieces, whatever their layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from megatron.core.dist_checkpointing.agree import step
 from megatron.core.dist_checkpointing.catalog import Found, LoadChoice, OpenOther, choose, open_no_other
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
-from megatron.core.dist_checkpointing.pieces import dtype_name
-from megatron.core.dist_checkpointing.source import TensorSource
+from megatron.core.dist_checkpointing.pieces import dtype_name, place_pieces
+from megatron.core.dist_checkpointing.source import TensorSource, parts_of
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.dist_checkpointing.storage import Read, fill
+from megatron.core.rectangles import Rectangle
 from megatron.core.transport.parallel_state import ParallelState, single_process
 from megatron.core.words import FIRST, first_of
 
@@ -78,19 +80,19 @@ def load_pieces(
     Communicates over the whole world. Raises CheckpointError on all ranks together, before any tensor is
     touched unless a file becomes unreadable between check and use.
     """
-    from megatron.core.dist_checkpointing.dcp_reader import SafeStorageReader  # slow to import, as the next
-    from megatron.core.dist_checkpointing.planning import PieceLoadPlanner
-
     check_pieces(source, pieces, ps, prefixes=prefixes, convert=convert)
     verify(source, ps)
-    with step() as applied:  # DCP's local plan over our storage: each rank reads what it needs
-        reader = SafeStorageReader(source.directory, source.tensors, follow=source.follows_links)
-        planner = PieceLoadPlanner(pieces)
-        metadata = reader.read_metadata()
-        planner.set_up_planner({}, metadata)
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+    with step() as applied:
+        fill(source.directory, planned_reads(source, pieces), follow=source.follows_links)
     applied.gather(ps)
+
+
+def planned_reads(source: TensorSource, pieces: Iterable[LocalPiece]) -> Iterator[Read]:
+    """What of which chunks makes up the pieces of this rank."""
+    for piece in place_pieces(pieces).values():
+        entry, target = source.tensors[piece.name], piece.tensor.detach()
+        for chunk, inside, at in parts_of(entry, Rectangle(tuple(piece.offset), tuple(target.shape))):
+            yield Read(chunk, entry.dtype, inside, target[at.slices])
 
 
 def check_pieces(

@@ -1,14 +1,13 @@
-"""Pieces of tensors as ranks describe them to each other: name, dtype, and where they lie in their tensor."""
+"""Pieces of tensors that this rank holds, by their places, and as ranks describe them to each other."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.safetensors_format import StoredTensor
+from megatron.core.dist_checkpointing.shard_files import PieceFacts
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.rectangles import Dims
 
@@ -27,25 +26,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES[dtype]
 
 
-class PieceFacts(NamedTuple):
-    """What ranks tell each other of a piece: its tensor, safetensors' name of the dtype, and where it lies in it."""
-
-    name: str
-    dtype: str
-    global_shape: Dims
-    offset: Dims
-    shape: Dims
-
-    @classmethod
-    def of(cls, piece: LocalPiece) -> PieceFacts:
-        shape = tuple(piece.tensor.shape)
-        return cls(piece.name, dtype_name(piece.tensor.dtype), piece.global_shape, piece.offset, shape)
-
-    @property
-    def stored(self) -> StoredTensor:
-        """What it is in a file: under its name and rectangle, `w[0:2,0:3]`."""
-        box = ",".join(f"{begin}:{begin + n}" for begin, n in zip(self.offset, self.shape, strict=True))
-        return StoredTensor(f"{self.name}[{box}]", self.dtype, self.shape)
+def facts_of(piece: LocalPiece) -> PieceFacts:
+    shape = tuple(piece.tensor.shape)
+    return PieceFacts(piece.name, dtype_name(piece.tensor.dtype), piece.global_shape, piece.offset, shape)
 
 
 Place = tuple[str, Dims]  # name of a tensor, offset in it

@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from megatron import __version__
-from megatron.core.dist_checkpointing import commit, manifest, storage
+from megatron.core.dist_checkpointing import commit, manifest, shard_files, storage
 from megatron.core.dist_checkpointing.agree import Outcome, step
 from megatron.core.dist_checkpointing.catalog import CheckpointKind, directory_name
 from megatron.core.dist_checkpointing.files import DIRECTORY_MODE, CheckpointError, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, FileEntry, Manifest, canonical
-from megatron.core.dist_checkpointing.pieces import PieceFacts, PlanCache, place_pieces
+from megatron.core.dist_checkpointing.pieces import PlanCache, place_pieces
+from megatron.core.dist_checkpointing.planning import plan_save
+from megatron.core.dist_checkpointing.shard_files import PieceFacts
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import ParallelState, single_process
@@ -114,12 +116,10 @@ class PendingSave:
     ) -> None:
         self.root, self.iteration, self.ps = Path(root), iteration, ps or single_process()
         self._retain_interval, self._owned, self._log, self._guard = retain_interval, owned, log, guard
-        from megatron.core.dist_checkpointing.planning import plan_save  # slow to import
-
         placed = place_pieces(piece for piece in pieces if piece.written)
         self._tensors = {place: piece.tensor for place, piece in placed.items()}
         self._plans = plan_save(placed.values(), self.ps, cache or PlanCache())
-        self._layout = storage.lay_out(self._plans[self.ps.rank])
+        self._layout = shard_files.lay_out(self._plans[self.ps.rank])
         self._common: dict[str, Any] = json.loads(canonical(dict(common)))
         self._per_rank: dict[str, Any] = json.loads(canonical(dict(per_rank)))
         with step() as prepared:
@@ -131,7 +131,7 @@ class PendingSave:
 
     def _estimate(self) -> int:
         """Bytes of the whole checkpoint, before it is written."""
-        layouts = [storage.lay_out(plan) for plan in self._plans]
+        layouts = [shard_files.lay_out(plan) for plan in self._plans]
         chunks = sum(len(layout.pieces) for layout in layouts)
         notes = len(canonical(self._common)) + len(layouts) * len(canonical(self._per_rank))
         return sum(layout.num_bytes for layout in layouts) + notes + chunks * _CHUNK_JSON_BYTES
@@ -177,7 +177,7 @@ class PendingSave:
 
     def write(self) -> FileEntry | None:
         """Write and fsync this rank's file (None: nothing to write). Communicates with nobody."""
-        path = self.temporary / storage.shard_name(self.ps.rank)
+        path = self.temporary / shard_files.shard_name(self.ps.rank)
         try:
             return storage.write_shard(path, self._layout, self._tensor)
         except OSError as error:
@@ -234,9 +234,9 @@ class PendingSave:
 
     def _manifest(self, answers: Sequence[Any]) -> Manifest:
         files = {
-            storage.shard_name(rank): FileEntry(**file) for rank, (file, _) in enumerate(answers) if file
+            shard_files.shard_name(rank): FileEntry(**file) for rank, (file, _) in enumerate(answers) if file
         }
-        tensors, common, ps = storage.describe_tensors(self._plans), self._common, self.ps
+        tensors, common, ps = shard_files.describe_tensors(self._plans), self._common, self.ps
         unwritten = {chunk.file for entry in tensors.values() for chunk in entry.chunks} - files.keys()
         assert not unwritten, f"planned, and not written: {sorted(unwritten)}"
         return Manifest(

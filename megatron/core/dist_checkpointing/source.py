@@ -7,9 +7,9 @@ rectangles of arrays that it stores by its own names, in its own order of dims.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megatron.core.dist_checkpointing.manifest import ChunkEntry
 from megatron.core.dist_checkpointing.safetensors_format import StoredArray
@@ -80,3 +80,19 @@ class TensorSource(Protocol):
 
     def verify_file(self, name: str) -> None:
         """Check what can be checked of one file. Raises CheckpointError naming it."""
+
+
+class ChunkPart(NamedTuple):
+    """What a chunk has of a rectangle of its tensor. inside: where it is in the chunk; at: in the rectangle."""
+
+    chunk: StoredChunk
+    inside: Rectangle
+    at: Rectangle
+
+
+def parts_of(tensor: SourceTensor, box: Rectangle) -> Iterator[ChunkPart]:
+    """All that make up a rectangle of a tensor."""
+    for chunk in tensor.chunks:
+        common = chunk.common(box)
+        if common is not None:
+            yield ChunkPart(chunk, common.seen_from(chunk.offset), common.seen_from(box.offset))

@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.catalog import (
 )
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.schema import check, integer, number, one_of, or_null
-from megatron.interchange.foreign_checkpoint import EMBEDDING, Foreign, opener
-from megatron.interchange.megatron_folder import MegatronSource
+from megatron.interchange.foreign import EMBEDDING, Foreign
+from megatron.interchange.foreign_checkpoint import opener
 from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.problems import ConfigurationError, Problem
@@ -127,9 +127,7 @@ _OTHER_MODEL = (
 
 def check_expressible(found: Found) -> None:
     """Refuse a checkpoint whose weights mean a model that this trainer does not have. Raises CheckpointError."""
-    if not isinstance(found, Foreign) or not isinstance(found.source, MegatronSource):
-        return
-    args, wrong = found.source.args, []
+    args, wrong = found.args if isinstance(found, Foreign) else {}, []
     for name in _OTHER_MODEL:
         value, entry = args.get(name), flag_table()[name]
         if value not in (None, False) and not entry.asks_for_nothing((str(value).replace(" ", ""),)):

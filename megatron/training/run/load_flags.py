@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.catalog import (
     holds_ours,
 )
 from megatron.core.dist_checkpointing.files import CheckpointError, named_errors
-from megatron.interchange.foreign_checkpoint import Foreign, heeded, opener
+from megatron.interchange.foreign import Foreign
+from megatron.interchange.foreign_checkpoint import heeded, opener
 from megatron.interchange.hf_folder import read_config_file
 from megatron.training.config.config import Config
 from megatron.training.config.problems import ConfigurationError, Problem

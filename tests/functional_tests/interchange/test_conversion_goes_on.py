@@ -12,6 +12,7 @@ import torch
 
 from tests.harness import launch
 from tests.harness.hugging_face import saved_toy
+from tests.harness.stored_values import stored_values
 from tools.checkpoint import main
 from tools.conversion import progress, stream
 from tools.conversion.compare import differences, open_source
@@ -216,14 +217,13 @@ def test_fp32_comes_from_main_weights(tmp_path):
     main_names = {name for name in run.tensors if name.startswith("optimizer.main_weight.")}
     assert main_names
     exported = {dtype: open_source(tmp_path / dtype) for dtype in ("float32", "bfloat16")}
-    with SourceReader(run) as ours, SourceReader(exported["float32"]) as theirs:
-        differing = 0
-        for name in main_names:
-            weight = "model." + name.removeprefix("optimizer.main_weight.")
-            kept = theirs.read(weight)
-            value = ours.read(name)[: kept.shape[0]]
-            assert torch.equal(kept, value), name
-            differing += not torch.equal(value, value.bfloat16().float())
-        assert differing
+    ours, theirs = stored_values(run), stored_values(exported["float32"])
+    differing = 0
+    for name in main_names:
+        kept = theirs["model." + name.removeprefix("optimizer.main_weight.")]
+        value = ours[name][: kept.shape[0]]
+        assert torch.equal(kept, value), name
+        differing += not torch.equal(value, value.bfloat16().float())
+    assert differing
     assert {entry.dtype for entry in exported["bfloat16"].tensors.values()} == {"BF16"}
     assert json.loads((tmp_path / "float32" / "config.json").read_text())["torch_dtype"] == "float32"

@@ -12,10 +12,10 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.interchange.foreign_checkpoint import open_megatron
 from tests.harness import launch
+from tests.harness.stored_values import stored_values
 from tests.harness.whole_models import load_model
 from tools.checkpoint import main
-from tools.conversion import contents, torch_dist
-from tools.conversion.source_reader import SourceReader
+from tools.conversion import contents, stream, torch_dist
 
 SHAPE = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "max_position_embeddings": 16,
@@ -129,8 +129,7 @@ def trained(tmp_path_factory):
 
 def tensors_of(folder, **opened):
     source = open_megatron(folder, **opened) if "optimizer" in opened else contents.newest(folder)
-    with SourceReader(source) as reader:
-        return {name: reader.read(name) for name in source.tensors}
+    return stored_values(source)
 
 
 def export(folder, to, *more):
@@ -186,21 +185,19 @@ def test_a_killed_export_goes_on(trained, tmp_path, capsys, monkeypatch):
     """Finished files are not written again, and the result is what one call would have made."""
     small = ["--max-shard-size", "30KB"]
     assert export(trained, tmp_path / "whole", *small) == 0
-    written, write = [], torch_dist._write_part
+    written, write = [], stream._write
 
     def killed_at_the_third(path, *rest):
         if len(written) == 2:
-            path.write_bytes(b"half")
+            path.with_name(f".{path.name}.part").write_bytes(b"half")
             raise KeyboardInterrupt
         written.append(path.name)
         return write(path, *rest)
 
-    monkeypatch.setattr(torch_dist, "_write_part", killed_at_the_third)
+    monkeypatch.setattr(stream, "_write", killed_at_the_third)
     assert export(trained, tmp_path / "out", *small) == 130
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(
-        torch_dist, "_write_part", lambda path, *rest: written.append(path.name) or write(path, *rest)
-    )
+    monkeypatch.setattr(stream, "_write", lambda path, *rest: written.append(path.name) or write(path, *rest))
     assert export(trained, tmp_path / "out", *small) == 0
     assert len(written) == len(set(written)), "each once"
     assert "2 of " in capsys.readouterr().err

@@ -16,7 +16,7 @@ from megatron.interchange.inert_pickle import Inert, plain, read_pickle
 from megatron.interchange.megatron_folder import open_torch_dist
 from megatron.interchange.megatron_ranks import open_torch
 from megatron.interchange.torch_archive import Archive
-from tools.conversion.source_reader import SourceReader
+from tests.harness.stored_values import stored_values
 
 
 @contextlib.contextmanager
@@ -202,14 +202,14 @@ def test_torch_dist_by_both_spellings_and_fused_norms(tmp_path):
         source = open_torch_dist(folder)
         assert (source.iteration, source.args) == (7, {"num_layers": 3})
         assert source.tensors.keys() == {"model." + name for name in by_layer}
-        with SourceReader(source) as reader:
-            for name, value in by_layer.items():
-                assert torch.equal(reader.read("model." + name), value), name
+        stored = stored_values(source)
+        for name, value in by_layer.items():
+            assert torch.equal(stored["model." + name], value), name
     states = open_torch_dist(tmp_path / "0", optimizer=True)
-    with SourceReader(states) as reader:
-        for n in range(3):
-            name = f"optimizer.exp_avg.decoder.layers.{n}.self_attention.linear_qkv.weight"
-            assert torch.equal(reader.read(name), qkv[n] * 2)
+    stored = stored_values(states)
+    for n in range(3):
+        name = f"optimizer.exp_avg.decoder.layers.{n}.self_attention.linear_qkv.weight"
+        assert torch.equal(stored[name], qkv[n] * 2)
     assert states.state["optimizer"] == {"optimizer": "adam", "num_steps": 7}
     assert states.state["scheduler"]["samples"] == 56
     assert states.state["scheduler"]["schedule"]["warmup_samples"] == 8
@@ -278,6 +278,6 @@ def test_ranks_files_make_whole_tensors(tmp_path, tp, pp, chunks):
             )
     source = open_torch(tmp_path)
     assert source.tensors.keys() == {"model." + name for name in whole}
-    with SourceReader(source) as reader:
-        for name, value in whole.items():
-            assert torch.equal(reader.read("model." + name), value), name
+    stored = stored_values(source)
+    for name, value in whole.items():
+        assert torch.equal(stored["model." + name], value), name

@@ -123,14 +123,15 @@ class ShardedTensor(TensorPart):
     # torch.distributed.checkpoint asks for rectangles of the whole tensor -------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from megatron.core.dist_checkpointing.planning import PieceFacts, write_item  # slow to import
+        from megatron.core.dist_checkpointing.dcp_reader import write_item  # slow to import
+        from megatron.core.dist_checkpointing.pieces import facts_of
 
         pieces = self.place.pieces(self.local)
-        return [write_item(PieceFacts.of(piece)._replace(name=fqn)) for piece in pieces]
+        return [write_item(facts_of(piece)._replace(name=fqn)) for piece in pieces]
 
     def __create_chunk_list__(self) -> list[Any]:
         """Where a load is about to write: a rank that holds nothing of this notes it as the others do."""
-        from megatron.core.dist_checkpointing.planning import chunk_metadata  # slow to import
+        from megatron.core.dist_checkpointing.dcp_reader import chunk_metadata  # slow to import
 
         if not self.local.numel():
             self.local.zero_()

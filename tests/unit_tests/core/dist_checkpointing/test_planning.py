@@ -1,4 +1,4 @@
-"""Which rank writes what, and what DCP is told."""
+"""Which rank writes what, and which parts of it a rank reads."""
 
 import json
 
@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import planning
-from megatron.core.dist_checkpointing.pieces import PieceFacts, PlanCache, place_pieces
-from megatron.core.dist_checkpointing.planning import PieceLoadPlanner
+from megatron.core.dist_checkpointing.catalog import choose
+from megatron.core.dist_checkpointing.loading import planned_reads
+from megatron.core.dist_checkpointing.pieces import PlanCache, facts_of, place_pieces
+from megatron.core.dist_checkpointing.saving import save
 from megatron.core.dist_checkpointing.state import LocalPiece
 from tests.harness.pieces import FlatShard, flat_shards, whole_tensors
 
 
 def global_plan(*ranks):
-    return planning.global_plan(
-        [[PieceFacts.of(piece) for piece in place_pieces(own).values()] for own in ranks]
-    )
+    return planning.global_plan([[facts_of(piece) for piece in place_pieces(own).values()] for own in ranks])
 
 
 def test_replicas_are_written_once_and_shared_out_over_the_ranks():
     tensors = {f"w{i}": torch.zeros(10) for i in range(6)}
-    plans, _ = global_plan(*[whole_tensors(tensors) for _ in range(3)])
+    plans = global_plan(*[whole_tensors(tensors) for _ in range(3)])
     written = [item.name for plan in plans for item in plan]
     assert sorted(written) == sorted(tensors)
     assert [len(plan) for plan in plans] == [2, 2, 2]
@@ -33,7 +33,7 @@ def test_plans_survive_json(monkeypatch):
         ),
         *whole_tensors({"s": torch.tensor(1)}),
     ]
-    (plan,), _ = global_plan(pieces)
+    (plan,) = global_plan(pieces)
     monkeypatch.setattr(planning, "gather_json", lambda value, ps: [json.loads(json.dumps(value))])
     assert planning.plan_save(place_pieces(pieces).values(), None, PlanCache()) == [plan]
 
@@ -68,11 +68,9 @@ def test_a_dtype_that_cannot_be_stored_is_a_bug():
         global_plan(whole_tensors({"c": torch.zeros(2, dtype=torch.complex64)}))
 
 
-def test_loading_reads_only_what_the_pieces_need():
+def test_loading_reads_only_what_the_pieces_need(tmp_path):
     """A rank that wants rows 1 and 2 of four saved rows reads the two chunks that hold them, one row each."""
-    saved = [LocalPiece("w", (4, 3), (row, 0), torch.zeros(2, 3)) for row in (0, 2)]
-    _, metadata = global_plan(saved)
-    planner = PieceLoadPlanner([LocalPiece("w", (4, 3), (1, 0), torch.zeros(2, 3))])
-    planner.set_up_planner({}, metadata)
-    reads = [(tuple(i.storage_offsets), tuple(i.lengths)) for i in planner.create_local_plan().items]
+    save(tmp_path, 1, [LocalPiece("w", (4, 3), (row, 0), torch.zeros(2, 3)) for row in (0, 2)], {}, {})
+    piece = LocalPiece("w", (4, 3), (1, 0), torch.zeros(2, 3))
+    reads = [(read.box.offset, read.box.shape) for read in planned_reads(choose(tmp_path).found, [piece])]
     assert sorted(reads) == [((0, 0), (1, 3)), ((1, 0), (1, 3))]
