@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -98,16 +98,15 @@ class LinearKeys(Protocol):
     def bias_key(self) -> str | None: ...
 
 
-Trained = Sequence[bool]  # of (weight, bias): whether its gradient is asked for
-
-
-def put_linear(keys: LinearKeys, x: Tensor | Operand, dy: Tensor, trained: Trained) -> None:
-    """Hand to the sink what the gradients of a linear layer's weight and bias are made of."""
+def put_linear(
+    keys: LinearKeys, x: Tensor | Operand, dy: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    """Hand to the sink what the gradients of a linear layer's weight and bias, where they are trained, are made of."""
     if dy.dim() > 2:
         dy = dy.flatten(0, -2)  # [tokens, out], once for both
-    if trained[0]:
+    if weight.requires_grad:
         keys.sink.put(keys.key, x, dy)
-    if trained[1]:
+    if bias is not None and bias.requires_grad:
         assert keys.bias_key is not None, f"{keys.key}: a bias without a key"
         keys.sink.put(keys.bias_key, None, dy)
 
