@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,36 +23,46 @@ def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def squared_sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """[len(parts)] fp64: the same over all of each one's tensors; 0 where there are none.
+    """[len(parts)] fp64: the same over all of each one's tensors; 0 where there are none."""
+    return SquaredSums(parts)()
+
+
+class SquaredSums:
+    """`squared_sums_of_parts` of tensors whose memory lasts, again and again.
 
     Where kernels are short their calls are what costs: as many tensors as fit are widened by one call. Each begins on a
     cache line of the buffer, so that a sum's bits do not depend on what stands before it.
     """
-    wide = torch.empty(0, dtype=torch.float64, device=device_of(parts))
-    wide.resize_(elements_at_a_time(wide, BLOCK))
-    totals = [zero := wide.new_zeros(())] * len(parts)
-    for batch in _batches(parts, wide.numel()):
-        views = [wide[start : start + len(block)] for _, block, start in batch]
-        torch._foreach_copy_(views, [block for _, block, _ in batch])
-        for (part, _, _), view in zip(batch, views, strict=True):
-            total, squares = totals[part], torch.dot(view, view)
-            totals[part] = squares if total is zero else total + squares
-    return torch.stack(totals) if totals else wide[:0].clone()
 
+    def __init__(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        self._num_parts, self._device = len(parts), device_of(parts)
+        self._room = elements_at_a_time(torch.empty(0, device=self._device), BLOCK)
+        # What is widened at a time: elements, and the part that they are of. Lines that they take, as elements.
+        self._batches: list[tuple[list[Tensor], list[int], list[int]]] = []
+        left = 0
+        for part, tensors in enumerate(parts):
+            for block in (block for tensor in tensors for block in tensor.reshape(-1).split(self._room)):
+                lines = -(-len(block) // LINE) * LINE
+                if lines > left or not self._batches:
+                    self._batches.append(([], [], []))
+                    left = self._room
+                blocks, of_part, taken = self._batches[-1]
+                blocks.append(block)
+                of_part.append(part)
+                taken.append(lines)
+                left -= lines
 
-def _batches(parts: Sequence[Sequence[Tensor]], room: int) -> Iterator[list[tuple[int, Tensor, int]]]:
-    """(part, elements of it, where they begin) of what is widened at a time, in `room` elements."""
-    batch: list[tuple[int, Tensor, int]] = []
-    start = 0
-    for part, tensors in enumerate(parts):
-        for block in (block for tensor in tensors for block in tensor.reshape(-1).split(room)):
-            if start + len(block) > room:
-                yield batch
-                batch, start = [], 0
-            batch.append((part, block, start))
-            start += -(-len(block) // LINE) * LINE
-    if batch:
-        yield batch
+    def __call__(self) -> Tensor:
+        wide = torch.empty(self._room, dtype=torch.float64, device=self._device)
+        totals = [zero := wide.new_zeros(())] * self._num_parts
+        for blocks, of_part, lines in self._batches:
+            places = wide[: sum(lines)].split(lines)
+            views = [place[: len(block)] for place, block in zip(places, blocks, strict=True)]
+            torch._foreach_copy_(views, blocks)
+            for part, view in zip(of_part, views, strict=True):
+                total, squares = totals[part], torch.dot(view, view)
+                totals[part] = squares if total is zero else total + squares
+        return torch.stack(totals) if totals else wide[:0].clone()
 
 
 def device_of(parts: Sequence[Sequence[Tensor]]) -> torch.device:

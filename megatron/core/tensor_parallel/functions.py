@@ -25,7 +25,9 @@ class GradFunction(Protocol):
         """Gradients of the outputs -> of the inputs, None for what is no tensor."""
 
 
-class _Applied(torch.autograd.Function):
+class Node(torch.autograd.Function):
+    """Of autograd, around a `GradFunction`."""
+
     @staticmethod
     def forward(ctx: Any, function: GradFunction, anchor: Tensor | None, *inputs: Any) -> Any:
         ctx.function = function
@@ -38,7 +40,13 @@ class _Applied(torch.autograd.Function):
         return None, None, *ctx.function.backward(ctx.saved_tensors, *grads)
 
 
-def apply(function: GradFunction, x: Tensor, *inputs: Any, parameters: Iterable[Tensor | None] = ()) -> Any:
+def apply(
+    function: GradFunction,
+    x: Tensor,
+    *inputs: Any,
+    parameters: Iterable[Tensor | None] = (),
+    node: type[Node] = Node,
+) -> Any:
     """The outputs of function.forward(x, *inputs), differentiable.
 
     parameters: of the function, whose gradients its backward hands to a sink. They are no inputs of it: autograd would
@@ -47,4 +55,4 @@ def apply(function: GradFunction, x: Tensor, *inputs: Any, parameters: Iterable[
     anchor = None
     if not x.requires_grad and torch.is_grad_enabled():
         anchor = next((one for one in parameters if one is not None and one.requires_grad), None)
-    return _Applied.apply(function, anchor, x, *inputs)
+    return node.apply(function, anchor, x, *inputs)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from megatron.core.device import linear, product
 from megatron.core.param_meta import LOOKUP, InitKind
 from megatron.core.protocols import Operand, WeightGradSink
 from megatron.core.tensor_parallel import mappings, sink_module
@@ -57,7 +58,7 @@ def column_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route)
     """(x W^T + b [s, ..., out/tp], what is kept of x for the backward). As `column_linear`."""
     whole = mappings.gather_sequence(x, route.tp)
     in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
-    return F.linear(whole, weight, bias), x if in_parts else whole
+    return linear(whole, weight, bias), x if in_parts else whole
 
 
 def column_dgrad(
@@ -70,14 +71,14 @@ def column_dgrad(
         operand = mappings.SequenceShard(kept, route.tp)
         if weight.requires_grad and not route.sink.deferring:
             operand.start()
-    return *mappings.start_sum(dy.matmul(weight), route.tp), operand
+    return *mappings.start_sum(product(dy, weight), route.tp), operand
 
 
 def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
     """x W^T + b, [s, ..., in/tp] -> [s, ..., out]. As `row_linear`."""
     if route.tp.size == 1:
-        return F.linear(x, weight, bias)
-    total = mappings.sum_ranks(F.linear(x, weight), route.tp)
+        return linear(x, weight, bias)
+    total = mappings.sum_ranks(linear(x, weight), route.tp)
     return total if bias is None else total.add_(bias)
 
 
@@ -115,7 +116,7 @@ class _RowLinear(NamedTuple):
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
         (x, weight), activation = kept, self.activation
         dy = mappings.gather_sequence(dy, self.route.tp)
-        dx = dy.matmul(weight)
+        dx = product(dy, weight)
         put_linear(self.route, x if activation is None else activation.forward(x), dy, *self[:2])
         return (dx if activation is None else activation.backward(x, dx),)
 

@@ -3,8 +3,8 @@
 [Note: a layer is lists] Where kernels are short, a layer's time is that of the Python and of the nodes of autograd
 between them. So its parts below are long: the forward and the backward of each are lists of the same calls that the
 modules alone make (`parallel_layers`, `norm`, `random`), in the same order, and so with the same bits. Weight gradients
-go to the sink as ever ([Note: B and W]). Where attention proper is torch's kernel for CPUs and nothing else happens to heads,
-the whole layer is one Function, whose lists are the parts' own, one after the other. Any other middle is left to
+go to the sink as ever ([Note: B and W]). Where attention proper is torch's kernel for CPUs and nothing else happens to
+heads, the whole layer is one Function, whose lists are the parts' own, one after the other. Any other middle is left to
 autograd, between a part that leads into it and one that leads out of it (docs/model.md).
 
 [Note: parts as built] The lists call no module. A layer with a part that was replaced, or whose calls somebody listens
@@ -13,12 +13,13 @@ to, runs its modules instead (`decoder.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from megatron.core.tensor_parallel.functions import Kept, apply
+from megatron.core.device import product
+from megatron.core.tensor_parallel.functions import Kept, Node, apply
 from megatron.core.tensor_parallel.mappings import gather_sequence
 from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
@@ -38,6 +39,14 @@ from megatron.core.transformer.self_attention import (
     joined_heads,
 )
 from megatron.core.weight_grad import put_linear
+
+
+class _LayerNode(Node):
+    """From it, a weight's gradient is one file from the sink."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.function.backward(ctx.saved_tensors, *grads)
 
 
 class IntoAttention:
@@ -81,7 +90,7 @@ class OutOfAttention:
         flat, keep, weight, bias = kept
         d = drop_others(in_dtype(dy, weight.dtype), keep, self.dropout).flatten(0, 1)  # [s/tp b, h]
         d = gather_sequence(d, self.proj.route.tp)  # [s b, h]
-        dflat = d.matmul(weight)  # [s b, heads d]
+        dflat = product(d, weight)  # [s b, heads d]
         put_linear(self.proj.route, flat, d, weight, bias)
         d = dflat.view(-1, dy.shape[1], flat.shape[1] // self.head_dim, self.head_dim)
         return by_head(d), dy, None  # [b, heads, s, d]
@@ -107,7 +116,7 @@ class MlpHalf:
         *of_norm, kept, wide, keep, weight1, bias1, weight2, bias2 = kept
         d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout).flatten(0, 1)  # [s/tp b, h]
         d = gather_sequence(d, self.fc2.route.tp)  # [s b, h]
-        dwide = d.matmul(weight2)  # [s b, f/tp]
+        dwide = product(d, weight2)  # [s b, f/tp]
         put_linear(self.fc2.route, self.activation.forward(wide), d, weight2, bias2)
         d = self.activation.backward(wide, dwide)  # gated [s b, 2 f/tp]
         del dwide
@@ -138,12 +147,11 @@ class LayerHalves:
         """dropout: the probability now."""
         y: Tensor
         if mask is angles is cache is None and self.attention.is_one_kernel(x):
-            y = apply(self, x, dropout, parameters=_all(self.modules))
+            y = _applied(self, x, dropout)
             return y
-        heads = apply(self.into, x, parameters=_all(self.into.modules))
+        heads = _applied(self.into, x)
         attended = self.attention.attend(*heads, mask, angles, cache)  # [b, heads, s, d]
-        y = apply(self.out_of, attended, x, dropout, parameters=_all(self.out_of.modules))
-        y = apply(self.mlp, y, dropout, parameters=_all(self.mlp.modules))
+        y = _applied(self.mlp, _applied(self.out_of, attended, x, dropout), dropout)
         return y
 
     def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
@@ -197,5 +205,6 @@ def _parameters(module: _WithParameters) -> tuple[Tensor, Tensor | None]:
     return weight, held.get("bias")
 
 
-def _all(modules: tuple[_WithParameters, ...]) -> Iterator[Tensor]:
-    return (one for module in modules for one in module.parameters())
+def _applied(part: IntoAttention | OutOfAttention | MlpHalf | LayerHalves, *inputs: Any) -> Any:
+    parameters = (one for module in part.modules for one in module.parameters())
+    return apply(part, *inputs, parameters=parameters, node=_LayerNode)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.model_config import TransformerConfig
 
-_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,6 +40,7 @@ class Norm(SinkModule):
         partial = self.tp.size > 1 if over_heads else self.tp.sequence_parallel
         regions = whole_region((size,), self.tp, partial=partial)
         self.weight_key, self.bias_key = self.key("weight"), self.key("bias")
+        self.shape = (size,)
         self.eps, self.less_one = config.norm_epsilon, config.apply_layernorm_1p
         ones = InitKind.ZEROS if self.less_one else InitKind.ONES
         self.weight = self.new_parameter("weight", (size,), ones, regions)
@@ -52,6 +53,12 @@ class Norm(SinkModule):
         weight = in_dtype(weight, dtype)
         return weight + 1.0 if self.less_one else weight
 
+    def _factors(self, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of LayerNorm, in the dtype of what is normed."""
+        if weight.dtype == dtype and not self.less_one:
+            return weight, bias
+        return self.factor(weight, dtype), in_dtype(bias, dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         parameters = self.weight, self.bias
         y: Tensor = apply(_Norm(self, *parameters), x, parameters=parameters)
@@ -63,8 +70,8 @@ class Norm(SinkModule):
         """(y [..., size] in the weights' dtype; kept: x, weight, bias, mean and 1 / deviation [..., 1]). RMSNorm,
         which computes in fp32 (fp64 for fp64), has no mean."""
         if bias is not None:
-            gamma, beta = self.factor(weight, x.dtype), in_dtype(bias, x.dtype)
-            y, mean, rstd = torch.native_layer_norm(x, weight.shape, gamma, beta, self.eps)
+            gamma, beta = self._factors(weight, bias, x.dtype)
+            y, mean, rstd = torch.native_layer_norm(x, self.shape, gamma, beta, self.eps)
             return in_dtype(y, weight.dtype), (x, weight, bias, mean, rstd)
         work = torch.promote_types(x.dtype, torch.float32)
         wide = in_dtype(x, work)
@@ -78,10 +85,10 @@ class Norm(SinkModule):
         x, weight, bias, mean, rstd = kept
         if bias is None:
             return self._rms_backward(in_dtype(dy, rstd.dtype), x, weight, rstd)
-        gamma, beta = self.factor(weight, x.dtype), in_dtype(bias, x.dtype)
+        gamma, beta = self._factors(weight, bias, x.dtype)
         trained = weight.requires_grad, bias.requires_grad
         dx, dgamma, dbeta = _layer_norm_backward(
-            in_dtype(dy, x.dtype), x, weight.shape, mean, rstd, gamma, beta, (True, *trained)
+            in_dtype(dy, x.dtype), x, self.shape, mean, rstd, gamma, beta, (True, *trained)
         )
         if trained[0]:
             self.sink.put(self.weight_key, None, dgamma)
