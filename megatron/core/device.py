@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megatron.core.available_memory import available_bytes
 
-# Multiplications of a 16-bit product, at most, that a CPU does in fp32 and rounds once, as kernels for 16 bits do. Their
-# calls cost 25 us and more, without instructions for bf16 70 to 400 us; in fp32 it is 10 to 40, casts among them (32
-# tokens, matrices of 64 x 64 to 64 x 256).
+# Multiplications of a 16-bit product, at most, that a CPU does in fp32 and rounds once, as kernels for 16 bits do.
+# Their calls cost 25 us and more, without instructions for bf16 70 to 400 us; in fp32 it is 10 to 40, casts among them
+# (32 tokens, matrices of 64 x 64 to 64 x 256).
 SHORT = 1 << 20
 _HALVES = (torch.bfloat16, torch.float16)
 

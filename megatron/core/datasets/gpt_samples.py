@@ -42,9 +42,11 @@ class MockCorpus:
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
         """Tokens [offset, offset + length) of a document."""
         total = int(self.lengths[sequence])
-        tokens = np.arange(1, total + 1, dtype=np.int64) % self.vocab_size
-        tokens[-1] = self.eod
-        return tokens[offset : total if length is None else offset + length]
+        end = total if length is None else min(offset + length, total)
+        tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.vocab_size
+        if offset < end == total:
+            tokens[-1] = self.eod
+        return tokens
 
     def fingerprint(self) -> dict[str, int | str]:
         """Identity of the content, as of a corpus on disk."""
