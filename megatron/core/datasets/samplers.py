@@ -110,7 +110,7 @@ class _RowLoader:
     """Batches of our own datasets, made in this process: of as many rows at once as have `TOKENS_AT_ONCE`, because the
     calls are what a short row costs."""
 
-    def __init__(self, dataset: GPTDataset | BlendedDataset, sampler: _Sampler, pin_memory: bool) -> None:
+    def __init__(self, dataset: GPTDataset | BlendedDataset, sampler: Any, pin_memory: bool) -> None:
         self._dataset, self._sampler, self._pin_memory = dataset, sampler, pin_memory
         tokens = dataset.format.sequence_length * sampler.micro_batch_size
         self._at_once = max(1, TOKENS_AT_ONCE // tokens)

@@ -6,7 +6,7 @@ A list may be a part of a longer one: whoever calls `forward` and `backward` of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +18,13 @@ Kept = Sequence[Any]  # tensors from forward to backward, None where there is no
 class GradFunction(Protocol):
     """Both run without autograd."""
 
-    def forward(self, *inputs: Any) -> tuple[Any, Kept]:
-        """(outputs, a tensor or a tuple of them; what backward is given)."""
+    @property
+    def forward(self) -> Callable[..., tuple[Any, Kept]]:
+        """Inputs -> (outputs, a tensor or a tuple of them; what backward is given)."""
 
-    def backward(self, kept: Kept, *grads: Tensor) -> Sequence[Tensor | None]:
-        """Gradients of the outputs -> of the inputs, None for what is no tensor."""
+    @property
+    def backward(self) -> Callable[..., Sequence[Tensor | None]]:
+        """(what was kept, gradients of the outputs) -> of the inputs, None for what is no tensor."""
 
 
 class Node(torch.autograd.Function):
@@ -46,8 +48,8 @@ def apply(
     *inputs: Any,
     parameters: Iterable[Tensor | None] = (),
     node: type[Node] = Node,
-) -> Any:
-    """The outputs of function.forward(x, *inputs), differentiable.
+) -> Tensor:
+    """The output of function.forward(x, *inputs), differentiable; where there are several, a tuple of them.
 
     parameters: of the function, whose gradients its backward hands to a sink. They are no inputs of it: autograd would
     go to each of them with nothing in its hands. Where x needs no gradient one hangs the Function into the graph.
@@ -55,4 +57,5 @@ def apply(
     anchor = None
     if not x.requires_grad and torch.is_grad_enabled():
         anchor = next((one for one in parameters if one is not None and one.requires_grad), None)
-    return node.apply(function, anchor, x, *inputs)
+    output: Tensor = node.apply(function, anchor, x, *inputs)
+    return output

@@ -94,7 +94,8 @@ class _ColumnLinear(NamedTuple):
         return y, (kept, self.weight)
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
-        dx, pending, x = column_dgrad(dy, *kept, self.route)
+        of_x, weight = kept
+        dx, pending, x = column_dgrad(dy, of_x, weight, self.route)
         put_linear(self.route, x, dy, *self[:2])
         if pending is not None:
             pending.wait()
@@ -121,18 +122,13 @@ class _RowLinear(NamedTuple):
         return (dx if activation is None else activation.backward(x, dx),)
 
 
-def _linear(x: Tensor, function: _ColumnLinear | _RowLinear) -> Tensor:
-    y: Tensor = apply(function, x, parameters=function[:2])
-    return y
-
-
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
     """x W^T + b over this rank's output features: x [s, ..., in], weight [out/tp, in] -> [s, ..., out/tp].
 
     route: sink and key of the weight, bias_key where there is a bias, tp. Under sequence parallel x is [s/tp, ..., in].
     Communicates over tp: gathers x (sequence parallel only), and in the backward pass adds the input's gradient.
     """
-    return _linear(x, _ColumnLinear(weight, bias, Route(**route)))
+    return apply(_ColumnLinear(weight, bias, Route(**route)), x, parameters=(weight, bias))
 
 
 def row_linear(
@@ -149,7 +145,7 @@ def row_linear(
     parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept;
     the output is computed again for the weight gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    return _linear(x, _RowLinear(weight, bias, Route(**route), activation))
+    return apply(_RowLinear(weight, bias, Route(**route), activation), x, parameters=(weight, bias))
 
 
 class _ParallelLinear(SinkModule):
@@ -198,7 +194,8 @@ class ColumnParallelLinear(_ParallelLinear):
     cut = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(x, _ColumnLinear(self.weight, self.bias, self.route))
+        held = self.weight, self.bias
+        return apply(_ColumnLinear(*held, self.route), x, parameters=held)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -213,7 +210,8 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """Of activation(x) where one is given."""
-        return _linear(x, _RowLinear(self.weight, self.bias, self.route, activation))
+        held = self.weight, self.bias
+        return apply(_RowLinear(*held, self.route, activation), x, parameters=held)
 
 
 class _Lookup(NamedTuple):
@@ -241,11 +239,6 @@ class _Lookup(NamedTuple):
         dy = dy.masked_fill(outside[0].unsqueeze(-1), 0.0) if outside else dy
         self.route.sink.put(self.route.key, ids, dy)
         return (None,)
-
-
-def _looked_up(ids: Tensor, function: _Lookup) -> Tensor:
-    rows: Tensor = apply(function, ids, parameters=function[:1])
-    return rows
 
 
 def local_ids(ids: Tensor, vocab_size: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
@@ -293,7 +286,7 @@ class VocabParallelEmbedding(SinkModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
-        return _looked_up(ids, _Lookup(self.weight, self._route, self._rows))
+        return apply(_Lookup(self.weight, self._route, self._rows), ids, parameters=(self.weight,))
 
 
 class PositionEmbedding(SinkModule):
@@ -309,4 +302,4 @@ class PositionEmbedding(SinkModule):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
         ids = mappings.sequence_slice(ids, self.tp)
-        return _looked_up(ids, _Lookup(self.weight, self._route, len(self.weight)))
+        return apply(_Lookup(self.weight, self._route, len(self.weight)), ids, parameters=(self.weight,))

@@ -85,15 +85,15 @@ class _Dropout(NamedTuple):
         return y, (keep,)
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
-        return (drop_others(dy, *kept, self.probability),)
+        (keep,) = kept
+        return (drop_others(dy, keep, self.probability),)
 
 
 def dropout(x: Tensor, probability: float, site: DropoutSite, training: bool) -> Tensor:
     """x [...] with elements zeroed with `probability`, the rest scaled by 1 / (1 - probability) (arXiv 1207.0580)."""
     if not training or probability == 0.0:
         return x
-    y: Tensor = apply(_Dropout(probability, site), x)
-    return y
+    return apply(_Dropout(probability, site), x)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ class _CrossEntropy(NamedTuple):
     dtype: torch.dtype  # of the logits
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Kept]:
-        vocab_size, tp, kept = self.vocab_size, self.tp, ()
+        vocab_size, tp = self.vocab_size, self.tp
+        held: Kept = ()
         # The logits of a lower precision are copied; those of the working precision are consumed.
         probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.unsqueeze(-1)
@@ -48,8 +49,8 @@ class _CrossEntropy(NamedTuple):
             exp_sum, label_logit = sums
             probabilities.div_(exp_sum)
             log_sum = exp_sum.log()
-            kept = (~outside,)
-        return (log_sum + highest - label_logit).squeeze(-1), (probabilities, labels, *kept)
+            held = (~outside,)
+        return (log_sum + highest - label_logit).squeeze(-1), (probabilities, labels, *held)
 
     def backward(self, kept: Kept, dloss: Tensor) -> tuple[Tensor, None]:
         gradient, labels, *held = kept
@@ -69,5 +70,4 @@ def vocab_parallel_cross_entropy(
     ranks; what the last has behind them (`vocabulary_part`) counts as none. Communicates over tp.
     """
     function = _CrossEntropy(vocab_size or logits.shape[-1] * tp.size, tp, logits.dtype)
-    losses: Tensor = apply(function, logits, labels)
-    return losses
+    return apply(function, logits, labels)

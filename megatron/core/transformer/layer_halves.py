@@ -59,13 +59,13 @@ class IntoAttention:
     def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Kept]:
         weight, bias = _parameters(self.qkv)
         y, of_norm = self.norm.normalise(x.flatten(0, 1), *_parameters(self.norm))  # [s/tp b, h]
-        rows, kept = column_forward(y, weight, bias, self.qkv.route)  # [s b, (heads + 2 groups) d]
-        return self.attention.heads_of(rows, x.shape[1]), (*of_norm, kept, weight, bias)
+        rows, of_y = column_forward(y, weight, bias, self.qkv.route)  # [s b, (heads + 2 groups) d]
+        return self.attention.heads_of(rows, x.shape[1]), (*of_norm, of_y, weight, bias)
 
     def backward(self, kept: Kept, *grads: Tensor) -> tuple[Tensor]:
-        *of_norm, kept, weight, bias = kept
+        *of_norm, of_y, weight, bias = kept
         d = self.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
-        dy, pending, y = column_dgrad(d, kept, weight, self.qkv.route)  # [s/tp b, h]
+        dy, pending, y = column_dgrad(d, of_y, weight, self.qkv.route)  # [s/tp b, h]
         put_linear(self.qkv.route, y, d, weight, bias)
         if pending is not None:
             pending.wait()
@@ -107,20 +107,20 @@ class MlpHalf:
     def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
         linears = (weight1, bias1), (weight2, bias2) = _parameters(self.fc1), _parameters(self.fc2)
         y, of_norm = self.norm.normalise(x.flatten(0, 1), *_parameters(self.norm))  # [s/tp b, h]
-        wide, kept = column_forward(y, weight1, bias1, self.fc1.route)  # [s b, f/tp], gated 2 f/tp
+        wide, of_y = column_forward(y, weight1, bias1, self.fc1.route)  # [s b, f/tp], gated 2 f/tp
         out = row_forward(self.activation.forward(wide), weight2, bias2, self.fc2.route)  # [s/tp b, h]
         out, keep = drop(out.view(x.shape), dropout, self.site)  # [s/tp, b, h]
-        return x + out, (*of_norm, kept, wide, keep, *linears[0], *linears[1])
+        return x + out, (*of_norm, of_y, wide, keep, *linears[0], *linears[1])
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, None]:
-        *of_norm, kept, wide, keep, weight1, bias1, weight2, bias2 = kept
+        *of_norm, of_y, wide, keep, weight1, bias1, weight2, bias2 = kept
         d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout).flatten(0, 1)  # [s/tp b, h]
         d = gather_sequence(d, self.fc2.route.tp)  # [s b, h]
         dwide = product(d, weight2)  # [s b, f/tp]
         put_linear(self.fc2.route, self.activation.forward(wide), d, weight2, bias2)
         d = self.activation.backward(wide, dwide)  # gated [s b, 2 f/tp]
         del dwide
-        dnorm, pending, y = column_dgrad(d, kept, weight1, self.fc1.route)  # [s/tp b, h]
+        dnorm, pending, y = column_dgrad(d, of_y, weight1, self.fc1.route)  # [s/tp b, h]
         put_linear(self.fc1.route, y, d, weight1, bias1)
         if pending is not None:
             pending.wait()
@@ -145,14 +145,11 @@ class LayerHalves:
         dropout: float,
     ) -> Tensor:
         """dropout: the probability now."""
-        y: Tensor
         if mask is angles is cache is None and self.attention.is_one_kernel(x):
-            y = _applied(self, x, dropout)
-            return y
-        heads = _applied(self.into, x)
-        attended = self.attention.attend(*heads, mask, angles, cache)  # [b, heads, s, d]
-        y = _applied(self.mlp, _applied(self.out_of, attended, x, dropout), dropout)
-        return y
+            return _applied(self, x, dropout)
+        query, key, value = _applied(self.into, x)
+        attended = self.attention.attend(query, key, value, mask, angles, cache)  # [b, heads, s, d]
+        return _applied(self.mlp, _applied(self.out_of, attended, x, dropout), dropout)
 
     def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
         heads, of_into = self.into.forward(x)
@@ -205,6 +202,6 @@ def _parameters(module: _WithParameters) -> tuple[Tensor, Tensor | None]:
     return weight, held.get("bias")
 
 
-def _applied(part: IntoAttention | OutOfAttention | MlpHalf | LayerHalves, *inputs: Any) -> Any:
+def _applied(part: IntoAttention | OutOfAttention | MlpHalf | LayerHalves, *inputs: Any) -> Tensor:
     parameters = (one for module in part.modules for one in module.parameters())
     return apply(part, *inputs, parameters=parameters, node=_LayerNode)

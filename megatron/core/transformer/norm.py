@@ -61,8 +61,7 @@ class Norm(SinkModule):
 
     def forward(self, x: Tensor) -> Tensor:
         parameters = self.weight, self.bias
-        y: Tensor = apply(_Norm(self, *parameters), x, parameters=parameters)
-        return y
+        return apply(_Norm(self, *parameters), x, parameters=parameters)
 
     # --- without autograd, for the lists of a layer's halves
 
