@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.device import elements_at_a_time
+from megatron.core.device import elements_at_a_time, product
 from megatron.core.protocols import GradListener, Operand, WeightGradSink
 
 Contribution = tuple[str, "Tensor | Operand | None", Tensor]  # key, x, dy as in `WeightGradSink.put`
@@ -50,19 +50,22 @@ def accumulate_wgrad(
         return
     if x.dim() > 2:
         x = x.flatten(0, -2)  # [tokens, in]
-    assert main_grad.shape == (dy.shape[1], x.shape[1]), (
-        f"main_grad {main_grad.shape}, dy {dy.shape}, x {x.shape}"
+    (outputs, inputs), dy = main_grad.shape, dy.t()  # [out, tokens]
+    assert (outputs, inputs) == (len(dy), x.shape[1]), (
+        f"main_grad {main_grad.shape}, dy {dy.t().shape}, x {x.shape}"
     )
-    rows = max(1, WIDENED_ELEMENTS // x.shape[1])
-    if main_grad.dtype == dy.dtype and scale == 1.0 and not overwrite:
-        main_grad.addmm_(dy.t(), x)
-    elif main_grad.dtype == dy.dtype:
-        main_grad.addmm_(dy.t(), x, beta=0.0 if overwrite else 1.0, alpha=scale)
-    elif dy.is_cpu and len(main_grad) > rows:  # neither the narrow product nor its wide copy is ever whole
-        for part, columns in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
-            add_gradient(part, columns.t() @ x, overwrite=overwrite, scale=scale)
+    if main_grad.dtype == dy.dtype:
+        if overwrite or scale != 1.0:
+            main_grad.addmm_(dy, x, beta=0.0 if overwrite else 1.0, alpha=scale)
+        else:
+            main_grad.addmm_(dy, x)
+        return
+    rows = max(1, WIDENED_ELEMENTS // inputs)
+    if dy.is_cpu and outputs > rows:  # neither the narrow product nor its wide copy is ever whole
+        for part, columns in zip(main_grad.split(rows), dy.split(rows), strict=True):
+            add_gradient(part, product(columns, x), overwrite=overwrite, scale=scale)
     else:
-        add_gradient(main_grad, dy.t() @ x, overwrite=overwrite, scale=scale)
+        add_gradient(main_grad, product(dy, x), overwrite=overwrite, scale=scale)
 
 
 def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scale: float = 1.0) -> None:
@@ -98,16 +101,15 @@ class LinearKeys(Protocol):
     def bias_key(self) -> str | None: ...
 
 
-Trained = Sequence[bool]  # of (weight, bias): whether its gradient is asked for
-
-
-def put_linear(keys: LinearKeys, x: Tensor | Operand, dy: Tensor, trained: Trained) -> None:
-    """Hand to the sink what the gradients of a linear layer's weight and bias are made of."""
+def put_linear(
+    keys: LinearKeys, x: Tensor | Operand, dy: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    """Hand to the sink what the gradients of a linear layer's weight and bias, where they are trained, are made of."""
     if dy.dim() > 2:
         dy = dy.flatten(0, -2)  # [tokens, out], once for both
-    if trained[0]:
+    if weight.requires_grad:
         keys.sink.put(keys.key, x, dy)
-    if trained[1]:
+    if bias is not None and bias.requires_grad:
         assert keys.bias_key is not None, f"{keys.key}: a bias without a key"
         keys.sink.put(keys.bias_key, None, dy)
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.core.datasets.errors import DataError
-from megatron.core.datasets.gpt_samples import GPTDataset, Sample
+from megatron.core.datasets.gpt_samples import GPTDataset, Sample, SampleFormat
 from megatron.core.datasets.held_arrays import held_in_memory, offer, offered
 from megatron.core.words import plain
 
@@ -73,6 +73,16 @@ class BlendedDataset:
         """Sample i, as the member gives it."""
         member, sample = self.locate(i)
         return self.members[member][sample]
+
+    def text(self, i: int) -> NDArray[np.int64]:
+        """Tokens of sample i, as the member gives them."""
+        member, sample = self.locate(i)
+        return self.members[member].text(sample)
+
+    @property
+    def format(self) -> SampleFormat:
+        """Of all members."""
+        return self.members[0].format
 
     def description(self) -> dict[str, object]:
         """What decides which tokens sample i has; see `GPTDataset.description`."""

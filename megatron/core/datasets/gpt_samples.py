@@ -42,9 +42,11 @@ class MockCorpus:
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
         """Tokens [offset, offset + length) of a document."""
         total = int(self.lengths[sequence])
-        tokens = np.arange(1, total + 1, dtype=np.int64) % self.vocab_size
-        tokens[-1] = self.eod
-        return tokens[offset : total if length is None else offset + length]
+        end = total if length is None else min(offset + length, total)
+        tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.vocab_size
+        if offset < end == total:
+            tokens[-1] = self.eod
+        return tokens
 
     def fingerprint(self) -> dict[str, int | str]:
         """Identity of the content, as of a corpus on disk."""
@@ -136,14 +138,7 @@ class GPTDataset:
 
         With `create_attention_mask` also bool [1, s, s] "attention_mask", True where attention is masked.
         """
-        text = self._text(i)
-        length = self.format.sequence_length
-        if self.format.extra_token:
-            tokens, labels = text[:length].copy(), text[1 : length + 1].copy()
-        else:
-            tokens, labels = text, np.roll(text, -1)
-            labels[-1] = self.format.pad
-        return make_sample(tokens, labels, self.format)
+        return {name: values[0] for name, values in make_samples(self.text(i)[None], self.format).items()}
 
     def description(self) -> dict[str, object]:
         """What decides which tokens sample i has: two datasets with equal descriptions give the same samples."""
@@ -261,7 +256,7 @@ class GPTDataset:
             "changed while in use; the next start builds them again"
         )
 
-    def _text(self, i: int) -> NDArray[np.int64]:
+    def text(self, i: int) -> NDArray[np.int64]:
         """Tokens of sample i, int64 [s + x], padded at the end."""
         length, vocab_size = self.format.sequence_length + self.plan.extra_token, self.format.vocab_size
         text = np.full(length, self.format.pad, dtype=np.int64)
@@ -282,30 +277,38 @@ class GPTDataset:
         return text
 
 
-def make_sample(tokens: NDArray[np.int64], labels: NDArray[np.int64], sample_format: SampleFormat) -> Sample:
-    """Add masks and positions to int64 [s] tokens and labels; both are changed in place where they are padding."""
-    loss_mask = np.ones(len(tokens), dtype=np.float32)
-    starts = positions = np.arange(len(tokens), dtype=np.int64)
+def make_samples(texts: NDArray[np.int64], sample_format: SampleFormat) -> Sample:
+    """Samples of int64 texts [n, s + x], which `text` of a dataset gives: labels, masks and positions, [n, ...]."""
+    length, pad = sample_format.sequence_length, sample_format.pad
+    if sample_format.extra_token:
+        tokens, labels = texts[:, :length].copy(), texts[:, 1:].copy()
+    else:
+        tokens, labels = texts, np.roll(texts, -1, axis=1)
+        labels[:, -1] = pad
+    loss_mask = np.ones(tokens.shape, dtype=np.float32)
+    positions, starts = np.arange(length, dtype=np.int64), np.zeros_like(tokens)
     if sample_format.looks_for_eod:
         is_eod = tokens == sample_format.eod
         if sample_format.eod_mask_loss:
             loss_mask[is_eod] = 0.0
         # Where the document of each position starts: one after the last end of document before it.
-        starts = np.zeros(len(tokens), dtype=np.int64)
-        np.maximum.accumulate(np.where(is_eod[:-1], positions[1:], 0), out=starts[1:])
-    own_positions = positions - starts if sample_format.reset_position_ids else positions
-    sample: Sample = {"tokens": tokens, "labels": labels, "position_ids": own_positions}
+        ends = np.where(is_eod[:, :-1], positions[1:], 0)
+        np.maximum.accumulate(ends, axis=1, out=starts[:, 1:])
+    own_positions = (
+        positions - starts if sample_format.reset_position_ids else np.tile(positions, (len(tokens), 1))
+    )
+    samples: Sample = {"tokens": tokens, "labels": labels, "position_ids": own_positions}
     if sample_format.create_attention_mask:
-        masked = positions[None, :] > positions[:, None]
+        masked = np.tile(positions[None, :] > positions[:, None], (len(tokens), 1, 1, 1))
         if sample_format.reset_attention_mask:
-            masked |= positions[None, :] < starts[:, None]
-        sample["attention_mask"] = masked[None]
-    padding = labels == sample_format.pad
+            masked |= positions < starts[:, None, :, None]
+        samples["attention_mask"] = masked
+    padding = labels == pad
     loss_mask[padding] = 0.0
     labels[padding] = 0
-    tokens[tokens == sample_format.pad] = 0
-    sample["loss_mask"] = loss_mask
-    return sample
+    tokens[tokens == pad] = 0
+    samples["loss_mask"] = loss_mask
+    return samples
 
 
 def pad_id(pad: int | None, other_special_ids: frozenset[int]) -> int:

@@ -7,17 +7,22 @@ which a checkpoint stores. Loader processes may be ahead of the training; nothin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron.core.datasets.blended_samples import BlendedDataset
 from megatron.core.datasets.errors import DataError
+from megatron.core.datasets.gpt_samples import GPTDataset, make_samples
 
 Batch = dict[str, Tensor]
+TOKENS_AT_ONCE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +106,39 @@ class CyclicSampler(_Sampler):
         return order.tolist()
 
 
+class _RowLoader:
+    """Batches of our own datasets, made in this process: of as many rows at once as have `TOKENS_AT_ONCE`, because the
+    calls are what a short row costs."""
+
+    def __init__(self, dataset: GPTDataset | BlendedDataset, sampler: Any, pin_memory: bool) -> None:
+        self._dataset, self._sampler, self._pin_memory = dataset, sampler, pin_memory
+        tokens = dataset.format.sequence_length * sampler.micro_batch_size
+        self._at_once = max(1, TOKENS_AT_ONCE // tokens)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        places = iter(self._sampler)
+        while batches := list(itertools.islice(places, self._at_once)):
+            try:
+                made = self._made(batches)
+            except DataError:  # to be raised where the batch that it is about is asked for
+                for batch in batches:
+                    yield from self._made([batch])
+            else:
+                yield from made
+
+    def _made(self, batches: list[list[int]]) -> list[Batch]:
+        texts = np.stack([self._dataset.text(i) for batch in batches for i in batch])
+        rows = make_samples(texts, self._dataset.format)
+        by_name = {
+            name: (one.pin_memory() if self._pin_memory else one).split(self._sampler.micro_batch_size)
+            for name, one in zip(rows, map(torch.from_numpy, rows.values()), strict=True)
+        }
+        return [dict(zip(by_name, parts, strict=True)) for parts in zip(*by_name.values(), strict=True)]
+
+
 def build_data_loader(
     dataset: Any,
     *,
@@ -124,6 +162,8 @@ def build_data_loader(
     sampler: _Sampler = SequentialSampler(len(dataset), **place)
     if dataloader_type == "cyclic":
         sampler = CyclicSampler(len(dataset), **place, data_sharding=data_sharding)
+    if isinstance(dataset, GPTDataset | BlendedDataset) and not num_workers:
+        return _RowLoader(dataset, sampler, pin_memory)
     return DataLoader(
         dataset,
         batch_sampler=sampler,  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.squared_sums import all_finite, squared_sums_of_parts
+from megatron.core.distributed.squared_sums import SquaredSums, all_finite, squared_sums_of_parts
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
@@ -103,6 +103,7 @@ class MixedPrecisionOptimizer(Stepper):
         self._update = FlatUpdate(config, buffer, ps.device.torch_device)
         # Of memory that lasts, so found once.
         self._grads = self._owned(buffer.main_grad_part)
+        self._squared_sums = SquaredSums(self._grads)
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -249,7 +250,7 @@ class MixedPrecisionOptimizer(Stepper):
 
     def _figures(self, count_zero_grads: bool) -> Tensor:
         """[1 or 2, regions] fp64, this rank's own: squared sums, and how many elements are zero."""
-        figures = [squared_sums_of_parts(self._grads)]
+        figures = [self._squared_sums()]
         if count_zero_grads:
             figures.append(zero_counts_of_parts(self._grads))
         return self._index.place(figures)

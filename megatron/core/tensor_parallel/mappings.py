@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron import names_of
+from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.transport.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from megatron.core.transport.parallel_state import Group, ParallelState
 
@@ -172,21 +173,26 @@ def own_part_of_sum(x: Tensor, dim: int, tp: TensorParallel) -> Tensor:
     return sum_ranks(moved, TensorParallel(tp.group, sequence_parallel=True)).movedim(0, dim)
 
 
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move, dim: int, tp: TensorParallel) -> Tensor:
-        ctx.way = back, dim, tp
-        return there(x, dim, tp)
+class _Moved(NamedTuple):
+    """A `GradFunction` of x."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back, dim, tp = ctx.way
-        return back(grads[0], dim, tp), None, None, None, None
+    there: Move
+    back: Move
+    dim: int
+    tp: TensorParallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        return self.there(x, self.dim, self.tp), ()
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
+        return (self.back(dy, self.dim, self.tp),)
 
 
 def moved(x: Tensor, tp: TensorParallel, there: Move, back: Move, dim: int) -> Tensor:
     """x as `there` makes it, and its gradient as `back` does. Communicates over tp; every rank calls alike."""
-    return x if tp.size == 1 else _Moved.apply(x, there, back, dim % x.dim(), tp)
+    if tp.size > 1:
+        x = apply(_Moved(there, back, dim % x.dim(), tp), x)
+    return x
 
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel, vocab_size: int | None = None) -> Tensor:

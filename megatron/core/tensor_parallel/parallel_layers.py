@@ -22,9 +22,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from megatron.core.device import linear, product
 from megatron.core.param_meta import LOOKUP, InitKind
 from megatron.core.protocols import Operand, WeightGradSink
 from megatron.core.tensor_parallel import mappings, sink_module
+from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.tensor_parallel.sink_module import Band, LayerFactory, SinkModule
 from megatron.core.weight_grad import put_linear
@@ -49,14 +51,14 @@ class Route(NamedTuple):
     tp: TensorParallel = ALONE
 
 
-# --- what a layer computes, without autograd: Functions, here and of a layer's halves, are lists of these
+# --- what a layer computes, without autograd: `GradFunction`s, here and of a layer's halves, are lists of these
 
 
 def column_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """(x W^T + b [s, ..., out/tp], what is kept of x for the backward). As `column_linear`."""
     whole = mappings.gather_sequence(x, route.tp)
     in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
-    return F.linear(whole, weight, bias), x if in_parts else whole
+    return linear(whole, weight, bias), x if in_parts else whole
 
 
 def column_dgrad(
@@ -69,53 +71,55 @@ def column_dgrad(
         operand = mappings.SequenceShard(kept, route.tp)
         if weight.requires_grad and not route.sink.deferring:
             operand.start()
-    return *mappings.start_sum(dy.matmul(weight), route.tp), operand
+    return *mappings.start_sum(product(dy, weight), route.tp), operand
 
 
 def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
     """x W^T + b, [s, ..., in/tp] -> [s, ..., out]. As `row_linear`."""
     if route.tp.size == 1:
-        return F.linear(x, weight, bias)
-    total = mappings.sum_ranks(F.linear(x, weight), route.tp)
+        return linear(x, weight, bias)
+    total = mappings.sum_ranks(linear(x, weight), route.tp)
     return total if bias is None else total.add_(bias)
 
 
-class _ColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
-        y, kept = column_forward(x, weight, bias, route)
-        ctx.save_for_backward(kept, weight)
-        ctx.route = route
-        return y
+class _ColumnLinear(NamedTuple):
+    """A `GradFunction` of x."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        kept, weight = ctx.saved_tensors
-        dx, pending, x = column_dgrad(grads[0], kept, weight, ctx.route)
-        put_linear(ctx.route, x, grads[0], ctx.needs_input_grad[1:3])
+    weight: Tensor
+    bias: Tensor | None
+    route: Route
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        y, kept = column_forward(x, *self)
+        return y, (kept, self.weight)
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
+        of_x, weight = kept
+        dx, pending, x = column_dgrad(dy, of_x, weight, self.route)
+        put_linear(self.route, x, dy, *self[:2])
         if pending is not None:
             pending.wait()
-        return dx, None, None, None
+        return (dx,)
 
 
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, activation: Activation | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.route, ctx.activation = route, activation
-        return row_forward(x if activation is None else activation.forward(x), weight, bias, route)
+class _RowLinear(NamedTuple):
+    """A `GradFunction` of x."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (x, weight), activation = ctx.saved_tensors, ctx.activation
-        dy = mappings.gather_sequence(grads[0], ctx.route.tp)
-        dx = dy.matmul(weight)
-        put_linear(
-            ctx.route, x if activation is None else activation.forward(x), dy, ctx.needs_input_grad[1:3]
-        )
-        return dx if activation is None else activation.backward(x, dx), None, None, None, None
+    weight: Tensor
+    bias: Tensor | None
+    route: Route
+    activation: Activation | None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        activated = x if self.activation is None else self.activation.forward(x)
+        return row_forward(activated, *self[:3]), (x, self.weight)
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
+        (x, weight), activation = kept, self.activation
+        dy = mappings.gather_sequence(dy, self.route.tp)
+        dx = product(dy, weight)
+        put_linear(self.route, x if activation is None else activation.forward(x), dy, *self[:2])
+        return (dx if activation is None else activation.backward(x, dx),)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:
@@ -124,7 +128,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route
     route: sink and key of the weight, bias_key where there is a bias, tp. Under sequence parallel x is [s/tp, ..., in].
     Communicates over tp: gathers x (sequence parallel only), and in the backward pass adds the input's gradient.
     """
-    return _ColumnLinear.apply(x, weight, bias, Route(**route))
+    return apply(_ColumnLinear(weight, bias, Route(**route)), x, parameters=(weight, bias))
 
 
 def row_linear(
@@ -141,7 +145,7 @@ def row_linear(
     parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept;
     the output is computed again for the weight gradient (less than 1 % of the layer's time, a quarter of its memory).
     """
-    return _RowLinear.apply(x, weight, bias, Route(**route), activation)
+    return apply(_RowLinear(weight, bias, Route(**route), activation), x, parameters=(weight, bias))
 
 
 class _ParallelLinear(SinkModule):
@@ -190,7 +194,8 @@ class ColumnParallelLinear(_ParallelLinear):
     cut = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return _ColumnLinear.apply(x, self.weight, self.bias, self.route)
+        held = self.weight, self.bias
+        return apply(_ColumnLinear(*held, self.route), x, parameters=held)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -205,34 +210,35 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """Of activation(x) where one is given."""
-        return _RowLinear.apply(x, self.weight, self.bias, self.route, activation)
+        held = self.weight, self.bias
+        return apply(_RowLinear(*held, self.route, activation), x, parameters=held)
 
 
-class _Lookup(torch.autograd.Function):
-    """Rows that this rank does not hold count as zeros and get no gradient.
+class _Lookup(NamedTuple):
+    """A `GradFunction` of ids. Rows that this rank does not hold count as zeros and get no gradient.
 
     Ids outside are wrapped onto held rows, where zeros are added for them: shapes then do not depend on the
     data, which would cost a host-device sync, and no single row gets all the zeros.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel, sink: Any, key: str
-    ) -> Tensor:
-        ctx.tp, ctx.sink, ctx.key = tp, sink, key
-        if tp.size == 1:
-            ctx.save_for_backward(ids)
-            return F.embedding(ids, weight)
-        held, outside = local_ids(ids, vocab_size, tp)
-        ctx.save_for_backward(held, outside)
-        return mappings.sum_ranks(F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0), tp)
+    weight: Tensor
+    route: Route
+    vocab_size: int
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None, None]:
-        ids, *outside = ctx.saved_tensors
-        dy = mappings.gather_sequence(grads[0], ctx.tp)
-        ctx.sink.put(ctx.key, ids, dy.masked_fill(outside[0].unsqueeze(-1), 0.0) if outside else dy)
-        return None, None, None, None, None, None
+    def forward(self, ids: Tensor) -> tuple[Tensor, Kept]:
+        weight, tp = self.weight, self.route.tp
+        if tp.size == 1:
+            return F.embedding(ids, weight), (ids,)
+        held, outside = local_ids(ids, self.vocab_size, tp)
+        rows = F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
+        return mappings.sum_ranks(rows, tp), (held, outside)
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[None]:
+        ids, *outside = kept
+        dy = mappings.gather_sequence(dy, self.route.tp)
+        dy = dy.masked_fill(outside[0].unsqueeze(-1), 0.0) if outside else dy
+        self.route.sink.put(self.route.key, ids, dy)
+        return (None,)
 
 
 def local_ids(ids: Tensor, vocab_size: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
@@ -266,21 +272,21 @@ class VocabParallelEmbedding(SinkModule):
     ) -> None:
         super().__init__(factory)
         shape, key = (rows, hidden_size), self.key("weight")
-        self._rows = rows
-        self._lookup_key = key + LOOKUP if two_uses else key
+        lookup_key = key + LOOKUP if two_uses else key
+        self._rows, self._route = rows, Route(self.sink, lookup_key, tp=self.tp)
         self.weight = self.new_parameter(
             "weight",
             shape,
             InitKind.NORMAL,
             init_std=factory.init_std,
-            uses=(key, self._lookup_key) if two_uses else (),
+            uses=(key, lookup_key) if two_uses else (),
             shared=shared,
             **sink_module.vocabulary_part(shape, self.tp),
         )
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
-        return _Lookup.apply(ids, self.weight, self._rows, self.tp, self.sink, self._lookup_key)
+        return apply(_Lookup(self.weight, self._route, self._rows), ids, parameters=(self.weight,))
 
 
 class PositionEmbedding(SinkModule):
@@ -291,8 +297,9 @@ class PositionEmbedding(SinkModule):
         shape, std = (rows, hidden_size), factory.init_std
         regions = sink_module.whole_region(shape, self.tp, partial=self.tp.sequence_parallel)
         self.weight = self.new_parameter("weight", shape, InitKind.NORMAL, regions, init_std=std)
+        self._route = Route(self.sink, self.key("weight"))
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
         ids = mappings.sequence_slice(ids, self.tp)
-        return _Lookup.apply(ids, self.weight, len(self.weight), ALONE, self.sink, self.key("weight"))
+        return apply(_Lookup(self.weight, self._route, len(self.weight)), ids, parameters=(self.weight,))

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron import names_of
 from megatron.core.module import ModelContext
 from megatron.core.param_meta import InitKind, ParamMeta
+from megatron.core.tensor_parallel.functions import Kept, apply
 
 ROW_BLOCK = 128
 
@@ -73,24 +74,26 @@ def drop_others(x: Tensor, keep: Tensor | None, probability: float) -> Tensor:
     return (x * keep).mul_(0.0 if probability == 1.0 else 1.0 / (1.0 - probability))
 
 
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probability: float, site: DropoutSite) -> Tensor:
-        y, keep = drop(x, probability, site)
-        ctx.save_for_backward(keep)
-        ctx.probability = probability
-        return y
+class _Dropout(NamedTuple):
+    """A `GradFunction` of x."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return drop_others(grads[0], ctx.saved_tensors[0], ctx.probability), None, None
+    probability: float
+    site: DropoutSite
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        y, keep = drop(x, *self)
+        return y, (keep,)
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
+        (keep,) = kept
+        return (drop_others(dy, keep, self.probability),)
 
 
 def dropout(x: Tensor, probability: float, site: DropoutSite, training: bool) -> Tensor:
     """x [...] with elements zeroed with `probability`, the rest scaled by 1 / (1 - probability) (arXiv 1207.0580)."""
     if not training or probability == 0.0:
         return x
-    return _Dropout.apply(x, probability, site)
+    return apply(_Dropout(probability, site), x)
 
 
 @contextlib.contextmanager

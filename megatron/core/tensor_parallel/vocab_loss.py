@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.tensor_parallel.parallel_layers import local_ids
 from megatron.core.tensor_parallel.sink_module import vocabulary_band
 from megatron.core.transport.collectives import all_reduce
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """One buffer of [tokens, v/tp] holds logits, then probabilities, then the gradient."""
+class _CrossEntropy(NamedTuple):
+    """A `GradFunction` of logits and labels.
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, tp: TensorParallel) -> Tensor:
+    One buffer of [tokens, v/tp] holds logits, then probabilities, then the gradient.
+    """
+
+    vocab_size: int
+    tp: TensorParallel
+    dtype: torch.dtype  # of the logits
+
+    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Kept]:
+        vocab_size, tp = self.vocab_size, self.tp
+        held: Kept = ()
         # The logits of a lower precision are copied; those of the working precision are consumed.
         probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.unsqueeze(-1)
@@ -28,7 +37,6 @@ class _CrossEntropy(torch.autograd.Function):
             torch.softmax(probabilities, -1, out=probabilities)
             # The most likely id has probability 1 / sum(exp(logit - highest)): no second pass is needed for the sum.
             log_sum = -probabilities.amax(-1, keepdim=True).log()
-            ctx.save_for_backward(probabilities, labels)
         else:  # the highest logit, then sum and label's logit, go over tp
             labels, outside = local_ids(labels, vocab_size, tp)
             probabilities[..., vocabulary_band(vocab_size, tp).size :] = -math.inf  # of no id
@@ -41,17 +49,15 @@ class _CrossEntropy(torch.autograd.Function):
             exp_sum, label_logit = sums
             probabilities.div_(exp_sum)
             log_sum = exp_sum.log()
-            ctx.save_for_backward(probabilities, labels, ~outside)
-        ctx.logits_dtype = logits.dtype
-        return (log_sum + highest - label_logit).squeeze(-1)
+            held = (~outside,)
+        return (log_sum + highest - label_logit).squeeze(-1), (probabilities, labels, *held)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient, labels, *held = ctx.saved_tensors
+    def backward(self, kept: Kept, dloss: Tensor) -> tuple[Tensor, None]:
+        gradient, labels, *held = kept
         alone = gradient.new_full((1,), -1.0).expand(labels.shape)
         gradient.scatter_add_(-1, labels, held[0].to(gradient.dtype).neg_() if held else alone)
-        gradient.mul_(grads[0].unsqueeze(-1))
-        return gradient.to(ctx.logits_dtype), None, None, None
+        gradient.mul_(dloss.unsqueeze(-1))
+        return gradient.to(self.dtype), None
 
 
 def vocab_parallel_cross_entropy(
@@ -63,4 +69,5 @@ def vocab_parallel_cross_entropy(
     pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. vocab_size: ids of all
     ranks; what the last has behind them (`vocabulary_part`) counts as none. Communicates over tp.
     """
-    return _CrossEntropy.apply(logits, labels, vocab_size or logits.shape[-1] * tp.size, tp)
+    function = _CrossEntropy(vocab_size or logits.shape[-1] * tp.size, tp, logits.dtype)
+    return apply(function, logits, labels)

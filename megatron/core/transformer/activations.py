@@ -19,7 +19,7 @@ from megatron.core.transformer.model_config import TransformerConfig
 Elementwise = Callable[[Tensor], Tensor]
 Derivative = Callable[[Tensor, Tensor], Tensor]  # (dy, x) -> dx, as torch's own
 
-_GELU = F.gelu, torch.ops.aten.gelu_backward
+_GELU = F.gelu, torch.ops.aten.gelu_backward.default
 _GELU_TANH = functools.partial(_GELU[0], approximate="tanh"), functools.partial(_GELU[1], approximate="tanh")
 
 
@@ -65,7 +65,7 @@ def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 GELU = _plain(*_GELU)
 # By the flag that asks for it, in the order of docs/model.md.
 BY_FLAG = {
-    "swiglu": _gated(F.silu, torch.ops.aten.silu_backward),
+    "swiglu": _gated(F.silu, torch.ops.aten.silu_backward.default),
     "quick_geglu": _gated(_quick_gelu, _quick_gelu_backward),
     "geglu": _gated(*_GELU),
     "geglu_tanh": _gated(*_GELU_TANH),

@@ -10,7 +10,13 @@ from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.feed_forward import MLP
-from megatron.core.transformer.layer_halves import AsBuilt, AttentionHalf, MlpHalf
+from megatron.core.transformer.layer_halves import (
+    AsBuilt,
+    IntoAttention,
+    LayerHalves,
+    MlpHalf,
+    OutOfAttention,
+)
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
@@ -32,8 +38,12 @@ class TransformerLayer(nn.Module):
         tp_rank = factory.tp.sequence_rank
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
-        self._attention_half = AttentionHalf(self.input_layernorm, self.self_attention, self.attention_site)
-        self._mlp_half = MlpHalf(self.pre_mlp_layernorm, self.mlp, self.mlp_site)
+        dropout = config.hidden_dropout
+        self._halves = LayerHalves(
+            IntoAttention(self.input_layernorm, self.self_attention),
+            OutOfAttention(self.self_attention, self.attention_site, dropout),
+            MlpHalf(self.pre_mlp_layernorm, self.mlp, self.mlp_site, dropout),
+        )
         self._as_built = AsBuilt(self)
 
     def forward(
@@ -46,8 +56,7 @@ class TransformerLayer(nn.Module):
         """mask: bool [b or 1, 1, s, s], True = masked, None = causal. angles: of rotary positions."""
         if self._as_built:
             dropped = self.hidden_dropout if self.training else 0.0
-            x = self._attention_half(x, mask, angles, inference_cache, dropped)
-            return self._mlp_half(x, dropped)
+            return self._halves(x, mask, angles, inference_cache, dropped)
         attended = self.self_attention(self.input_layernorm(x), mask, angles, inference_cache)
         x = self._add(x, attended, self.attention_site)
         return self._add(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_site)

@@ -1,12 +1,13 @@
-"""The two halves of a decoder layer, x + attention(norm(x)) and x + mlp(norm(x)), as few autograd Functions.
+"""A decoder layer, x + attention(norm(x)), then x + mlp(norm(x)), as few autograd Functions.
 
-[Note: a half is two lists] Where kernels are short, a layer's time is that of the Python and of the nodes of autograd
-between them. So each Function below is a long one: its forward and its backward are lists of the same calls that the
+[Note: a layer is lists] Where kernels are short, a layer's time is that of the Python and of the nodes of autograd
+between them. So its parts below are long: the forward and the backward of each are lists of the same calls that the
 modules alone make (`parallel_layers`, `norm`, `random`), in the same order, and so with the same bits. Weight gradients
-go to the sink as ever ([Note: B and W]). Attention proper is left to autograd, between a Function that leads into it
-and one that leads out of it: any other middle fits there (docs/model.md).
+go to the sink as ever ([Note: B and W]). Where attention proper is torch's kernel for CPUs and nothing else happens to
+heads, the whole layer is one Function, whose lists are the parts' own, one after the other. Any other middle is left to
+autograd, between a part that leads into it and one that leads out of it (docs/model.md).
 
-[Note: parts as built] The lists call no module. A half with a part that was replaced, or whose calls somebody listens
+[Note: parts as built] The lists call no module. A layer with a part that was replaced, or whose calls somebody listens
 to, runs its modules instead (`decoder.py`).
 """
 
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from megatron.core.device import product
+from megatron.core.tensor_parallel.functions import Kept, Node, apply
 from megatron.core.tensor_parallel.mappings import gather_sequence
 from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
@@ -39,100 +41,100 @@ from megatron.core.transformer.self_attention import (
 from megatron.core.weight_grad import put_linear
 
 
-class _IntoAttention(torch.autograd.Function):
+class _LayerNode(Node):
+    """From it, a weight's gradient is one file from the sink."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.function.backward(ctx.saved_tensors, *grads)
+
+
+class IntoAttention:
     """norm, QKV, heads: x [s/tp, b, h] -> query [b, heads, s, d], key and value [b, groups, s, d]."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, half: AttentionHalf
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gamma, beta, weight, bias = *_parameters(half.norm), *_parameters(half.qkv)
-        tokens = x.flatten(0, 1)  # [s/tp b, h]
-        y, mean, rstd = half.norm.normalise(tokens, gamma, beta)
-        rows, kept = column_forward(y, weight, bias, half.qkv.route)  # [s b, (heads + 2 groups) d]
-        ctx.save_for_backward(tokens, gamma, beta, mean, rstd, kept, weight)
-        ctx.half, ctx.trained = half, _trained(gamma, beta, weight, bias)
-        return half.attention.heads_of(rows, x.shape[1])
+    def __init__(self, norm: Norm, attention: SelfAttention) -> None:
+        self.norm, self.attention, self.qkv = norm, attention, attention.linear_qkv
+        self.modules = (norm, self.qkv)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (tokens, gamma, beta, mean, rstd, kept, weight), half = ctx.saved_tensors, ctx.half
-        d = half.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
-        dy, pending, y = column_dgrad(d, kept, weight, half.qkv.route)  # [s/tp b, h]
-        put_linear(half.qkv.route, y, d, ctx.trained[2:])
+    def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Kept]:
+        weight, bias = _parameters(self.qkv)
+        y, of_norm = self.norm.normalise(x.flatten(0, 1), *_parameters(self.norm))  # [s/tp b, h]
+        rows, of_y = column_forward(y, weight, bias, self.qkv.route)  # [s b, (heads + 2 groups) d]
+        return self.attention.heads_of(rows, x.shape[1]), (*of_norm, of_y, weight, bias)
+
+    def backward(self, kept: Kept, *grads: Tensor) -> tuple[Tensor]:
+        *of_norm, of_y, weight, bias = kept
+        d = self.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
+        dy, pending, y = column_dgrad(d, of_y, weight, self.qkv.route)  # [s/tp b, h]
+        put_linear(self.qkv.route, y, d, weight, bias)
         if pending is not None:
             pending.wait()
-        d = half.norm.backward(dy, tokens, gamma, beta, mean, rstd, ctx.trained[:2])
-        return d.unflatten(0, (-1, len(grads[0]))), None, None  # [s/tp, b, h]
+        return (self.norm.backward(of_norm, dy).unflatten(0, (-1, len(grads[0]))),)  # [s/tp, b, h]
 
 
-class _OutOfAttention(torch.autograd.Function):
+class OutOfAttention:
     """Projection, dropout, residual: attended [b, heads, s, d] and x [s/tp, b, h] -> [s/tp, b, h]."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, attended: Tensor, x: Tensor, anchor: Tensor | None, half: AttentionHalf, dropout: float
-    ) -> Tensor:
-        weight, bias = _parameters(half.proj)
+    def __init__(self, attention: SelfAttention, site: DropoutSite, dropout: float) -> None:
+        self.proj, self.head_dim = attention.linear_proj, attention.head_dim
+        self.site, self.dropout, self.modules = site, dropout, (self.proj,)
+
+    def forward(self, attended: Tensor, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
+        weight, bias = _parameters(self.proj)
         flat = joined_heads(attended).flatten(0, 1)  # [s b, heads d]
-        out = row_forward(flat, weight, bias, half.proj.route).view(x.shape)  # [s/tp, b, h]
-        out, keep = drop(out, dropout, half.site)
-        ctx.save_for_backward(flat, weight, keep)
-        ctx.half, ctx.dropout, ctx.trained = half, dropout, _trained(weight, bias)
-        return x + out
+        out = row_forward(flat, weight, bias, self.proj.route).view(x.shape)  # [s/tp, b, h]
+        out, keep = drop(out, dropout, self.site)
+        return x + out, (flat, keep, weight, bias)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        (dy,), (flat, weight, keep), half = grads, ctx.saved_tensors, ctx.half
-        d = drop_others(in_dtype(dy, weight.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
-        d = gather_sequence(d, half.proj.route.tp)  # [s b, h]
-        dflat = d.matmul(weight)  # [s b, heads d]
-        put_linear(half.proj.route, flat, d, ctx.trained)
-        d = dflat.view(-1, dy.shape[1], flat.shape[1] // half.head_dim, half.head_dim)
-        return by_head(d), dy, None, None, None  # [b, heads, s, d]
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        flat, keep, weight, bias = kept
+        d = drop_others(in_dtype(dy, weight.dtype), keep, self.dropout).flatten(0, 1)  # [s/tp b, h]
+        d = gather_sequence(d, self.proj.route.tp)  # [s b, h]
+        dflat = product(d, weight)  # [s b, heads d]
+        put_linear(self.proj.route, flat, d, weight, bias)
+        d = dflat.view(-1, dy.shape[1], flat.shape[1] // self.head_dim, self.head_dim)
+        return by_head(d), dy, None  # [b, heads, s, d]
 
 
-class _Mlp(torch.autograd.Function):
+class MlpHalf:
     """norm, MLP, dropout, residual: x [s/tp, b, h] -> [s/tp, b, h]."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, half: MlpHalf, dropout: float) -> Tensor:
-        gamma, beta = _parameters(half.norm)
-        (weight1, bias1), (weight2, bias2) = _parameters(half.fc1), _parameters(half.fc2)
-        tokens = x.flatten(0, 1)  # [s/tp b, h]
-        y, mean, rstd = half.norm.normalise(tokens, gamma, beta)
-        wide, kept = column_forward(y, weight1, bias1, half.fc1.route)  # [s b, f/tp], gated 2 f/tp
-        out = row_forward(half.mlp.activation.forward(wide), weight2, bias2, half.fc2.route)  # [s/tp b, h]
-        out, keep = drop(out.view(x.shape), dropout, half.site)  # [s/tp, b, h]
-        ctx.save_for_backward(tokens, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep)
-        ctx.half, ctx.dropout = half, dropout
-        ctx.trained = _trained(gamma, beta, weight1, bias1, weight2, bias2)
-        return x + out
+    def __init__(self, norm: Norm, mlp: MLP, site: DropoutSite, dropout: float) -> None:
+        self.norm, self.fc1, self.fc2 = norm, mlp.linear_fc1, mlp.linear_fc2
+        self.activation, self.site, self.dropout = mlp.activation, site, dropout
+        self.modules = (norm, self.fc1, self.fc2)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        tokens, gamma, beta, mean, rstd, kept, weight1, wide, weight2, keep = ctx.saved_tensors
-        (dy,), half, trained = grads, ctx.half, ctx.trained
-        d = drop_others(in_dtype(dy, weight2.dtype), keep, ctx.dropout).flatten(0, 1)  # [s/tp b, h]
-        d = gather_sequence(d, half.fc2.route.tp)  # [s b, h]
-        dwide = d.matmul(weight2)  # [s b, f/tp]
-        put_linear(half.fc2.route, half.mlp.activation.forward(wide), d, trained[4:])
-        d = half.mlp.activation.backward(wide, dwide)  # gated [s b, 2 f/tp]
+    def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
+        linears = (weight1, bias1), (weight2, bias2) = _parameters(self.fc1), _parameters(self.fc2)
+        y, of_norm = self.norm.normalise(x.flatten(0, 1), *_parameters(self.norm))  # [s/tp b, h]
+        wide, of_y = column_forward(y, weight1, bias1, self.fc1.route)  # [s b, f/tp], gated 2 f/tp
+        out = row_forward(self.activation.forward(wide), weight2, bias2, self.fc2.route)  # [s/tp b, h]
+        out, keep = drop(out.view(x.shape), dropout, self.site)  # [s/tp, b, h]
+        return x + out, (*of_norm, of_y, wide, keep, *linears[0], *linears[1])
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, None]:
+        *of_norm, of_y, wide, keep, weight1, bias1, weight2, bias2 = kept
+        d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout).flatten(0, 1)  # [s/tp b, h]
+        d = gather_sequence(d, self.fc2.route.tp)  # [s b, h]
+        dwide = product(d, weight2)  # [s b, f/tp]
+        put_linear(self.fc2.route, self.activation.forward(wide), d, weight2, bias2)
+        d = self.activation.backward(wide, dwide)  # gated [s b, 2 f/tp]
         del dwide
-        dnorm, pending, y = column_dgrad(d, kept, weight1, half.fc1.route)  # [s/tp b, h]
-        put_linear(half.fc1.route, y, d, trained[2:4])
+        dnorm, pending, y = column_dgrad(d, of_y, weight1, self.fc1.route)  # [s/tp b, h]
+        put_linear(self.fc1.route, y, d, weight1, bias1)
         if pending is not None:
             pending.wait()
-        d = half.norm.backward(dnorm, tokens, gamma, beta, mean, rstd, trained[:2])
-        return d.view(dy.shape).add_(in_dtype(dy, d.dtype)), None, None, None
+        d = self.norm.backward(of_norm, dnorm)
+        return d.view(dy.shape).add_(in_dtype(dy, d.dtype)), None
 
 
-class AttentionHalf:
-    """x + attention(norm(x)): [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
+class LayerHalves:
+    """The layer: x [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
 
-    def __init__(self, norm: Norm, attention: SelfAttention, site: DropoutSite) -> None:
-        self.norm, self.attention, self.site = norm, attention, site
-        self.qkv, self.proj, self.head_dim = attention.linear_qkv, attention.linear_proj, attention.head_dim
+    def __init__(self, into: IntoAttention, out_of: OutOfAttention, mlp: MlpHalf) -> None:
+        self.into, self.out_of, self.mlp = into, out_of, mlp
+        self.attention, self.core = into.attention, into.attention.core_attention
+        self.modules = (*into.modules, *out_of.modules, *mlp.modules)
 
     def __call__(
         self,
@@ -142,22 +144,26 @@ class AttentionHalf:
         cache: InferenceCache | None,
         dropout: float,
     ) -> Tensor:
-        """dropout: the probability."""
-        query, key, value = _IntoAttention.apply(x, _anchor(x, self.norm, self.qkv), self)
+        """dropout: the probability now."""
+        if mask is angles is cache is None and self.attention.is_one_kernel(x):
+            return _applied(self, x, dropout)
+        query, key, value = _applied(self.into, x)
         attended = self.attention.attend(query, key, value, mask, angles, cache)  # [b, heads, s, d]
-        return _OutOfAttention.apply(attended, x, _anchor(attended, self.proj), self, dropout)
+        return _applied(self.mlp, _applied(self.out_of, attended, x, dropout), dropout)
 
+    def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
+        heads, of_into = self.into.forward(x)
+        attended, of_core = self.core.kernel_forward(*heads)
+        x, of_out = self.out_of.forward(attended, x, dropout)
+        x, of_mlp = self.mlp.forward(x, dropout)
+        return x, (*of_into, *of_core, *of_out, *of_mlp)
 
-class MlpHalf:
-    """x + mlp(norm(x)): [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
-
-    def __init__(self, norm: Norm, mlp: MLP, site: DropoutSite) -> None:
-        self.norm, self.mlp, self.site = norm, mlp, site
-        self.fc1, self.fc2 = mlp.linear_fc1, mlp.linear_fc2
-
-    def __call__(self, x: Tensor, dropout: float) -> Tensor:
-        """dropout: the probability."""
-        return _Mlp.apply(x, _anchor(x, self.norm, self.fc1, self.fc2), self, dropout)
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, None]:
+        of_into, of_core, of_out, of_mlp = kept[:8], kept[8:13], kept[13:17], kept[17:]
+        dy, _ = self.mlp.backward(of_mlp, dy)
+        dattended, dy, _ = self.out_of.backward(of_out, dy)
+        (dx,) = self.into.backward(of_into, *self.core.kernel_backward(of_core, dattended))
+        return dx.add_(dy), None
 
 
 class AsBuilt:
@@ -196,14 +202,6 @@ def _parameters(module: _WithParameters) -> tuple[Tensor, Tensor | None]:
     return weight, held.get("bias")
 
 
-def _trained(*parameters: Tensor | None) -> list[bool]:
-    """Of which of them the gradient is asked for."""
-    return [one is not None and one.requires_grad for one in parameters]
-
-
-def _anchor(x: Tensor, *modules: _WithParameters) -> Tensor | None:
-    """A parameter that hangs a Function into the graph where its input does not. Others are no inputs of it: autograd
-    would go to each of them with nothing in its hands."""
-    if x.requires_grad or not torch.is_grad_enabled():
-        return None
-    return next((one for module in modules for one in module.parameters() if one.requires_grad), None)
+def _applied(part: IntoAttention | OutOfAttention | MlpHalf | LayerHalves, *inputs: Any) -> Tensor:
+    parameters = (one for module in part.modules for one in module.parameters())
+    return apply(part, *inputs, parameters=parameters, node=_LayerNode)

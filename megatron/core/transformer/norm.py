@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.param_meta import InitKind
+from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.weight_grad import Trained
 
-_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-        y, *kept = norm.normalise(x, weight, bias)
-        ctx.save_for_backward(x, weight, bias, *kept)
-        ctx.norm = norm
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.norm.backward(*grads, *ctx.saved_tensors, ctx.needs_input_grad[1:3]), None, None, None
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,6 +40,7 @@ class Norm(SinkModule):
         partial = self.tp.size > 1 if over_heads else self.tp.sequence_parallel
         regions = whole_region((size,), self.tp, partial=partial)
         self.weight_key, self.bias_key = self.key("weight"), self.key("bias")
+        self.shape = (size,)
         self.eps, self.less_one = config.norm_epsilon, config.apply_layernorm_1p
         ones = InitKind.ZEROS if self.less_one else InitKind.ONES
         self.weight = self.new_parameter("weight", (size,), ones, regions)
@@ -65,42 +53,41 @@ class Norm(SinkModule):
         weight = in_dtype(weight, dtype)
         return weight + 1.0 if self.less_one else weight
 
+    def _factors(self, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of LayerNorm, in the dtype of what is normed."""
+        if weight.dtype == dtype and not self.less_one:
+            return weight, bias
+        return self.factor(weight, dtype), in_dtype(bias, dtype)
+
     def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, self.weight, self.bias, self)
+        parameters = self.weight, self.bias
+        return apply(_Norm(self, *parameters), x, parameters=parameters)
 
     # --- without autograd, for the lists of a layer's halves
 
-    def normalise(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(y [..., size] in the weights' dtype, and for the backward mean and 1 / deviation [..., 1]); RMSNorm, which
-        computes in fp32 (fp64 for fp64), has no mean."""
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
+        """(y [..., size] in the weights' dtype; kept: x, weight, bias, mean and 1 / deviation [..., 1]). RMSNorm,
+        which computes in fp32 (fp64 for fp64), has no mean."""
         if bias is not None:
-            gamma, beta = self.factor(weight, x.dtype), in_dtype(bias, x.dtype)
-            y, mean, rstd = torch.native_layer_norm(x, weight.shape, gamma, beta, self.eps)
-            return in_dtype(y, weight.dtype), mean, rstd
+            gamma, beta = self._factors(weight, bias, x.dtype)
+            y, mean, rstd = torch.native_layer_norm(x, self.shape, gamma, beta, self.eps)
+            return in_dtype(y, weight.dtype), (x, weight, bias, mean, rstd)
         work = torch.promote_types(x.dtype, torch.float32)
         wide = in_dtype(x, work)
         squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         rstd = squares.div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        return in_dtype((wide * rstd).mul_(self.factor(weight, work)), weight.dtype), None, rstd
+        y = in_dtype((wide * rstd).mul_(self.factor(weight, work)), weight.dtype)
+        return y, (x, weight, None, None, rstd)
 
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor,
-        trained: Trained,
-    ) -> Tensor:
+    def backward(self, kept: Kept, dy: Tensor) -> Tensor:
         """dx in memory of its own, of x's dtype. The gradients of weight and bias go to the sink."""
+        x, weight, bias, mean, rstd = kept
         if bias is None:
-            return self._rms_backward(in_dtype(dy, rstd.dtype), x, weight, rstd, trained)
-        gamma, beta = self.factor(weight, x.dtype), in_dtype(bias, x.dtype)
+            return self._rms_backward(in_dtype(dy, rstd.dtype), x, weight, rstd)
+        gamma, beta = self._factors(weight, bias, x.dtype)
+        trained = weight.requires_grad, bias.requires_grad
         dx, dgamma, dbeta = _layer_norm_backward(
-            in_dtype(dy, x.dtype), x, weight.shape, mean, rstd, gamma, beta, (True, *trained)
+            in_dtype(dy, x.dtype), x, self.shape, mean, rstd, gamma, beta, (True, *trained)
         )
         if trained[0]:
             self.sink.put(self.weight_key, None, dgamma)
@@ -109,10 +96,24 @@ class Norm(SinkModule):
         assert isinstance(dx, Tensor)
         return dx
 
-    def _rms_backward(self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, trained: Trained) -> Tensor:
+    def _rms_backward(self, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
         unit = in_dtype(x, rstd.dtype) * rstd
-        if trained[0]:
+        if weight.requires_grad:
             self.sink.put(self.weight_key, None, (dy * unit).flatten(0, -2).sum(0))
         dunit = dy * self.factor(weight, rstd.dtype)
         along = (dunit * unit).mean(-1, keepdim=True)
         return in_dtype(dunit.sub_(unit.mul_(along)).mul_(rstd), x.dtype)
+
+
+class _Norm(NamedTuple):
+    """A `GradFunction` of x."""
+
+    norm: Norm
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        return self.norm.normalise(x, self.weight, self.bias)
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
+        return (self.norm.backward(kept, dy),)

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
+from megatron.core.tensor_parallel.functions import Kept
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import DropoutSite, dropout, seeded_default_generator
@@ -23,6 +24,9 @@ from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rope
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, b or 1, 1, rotated dims / 2]
 
@@ -107,6 +111,18 @@ class CoreAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """The same by heads: q [b, heads, s, d], k and v [b, groups, s_all, d] -> [b, heads, s, d]."""
         return self._exact(q, k, v, mask) if self.written_out else self._fused(q, k, v, mask)
+
+    # --- torch's kernel for CPUs without autograd: causal, without dropout, as many heads of keys as of queries
+
+    def kernel_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
+        """As `attend`, and what is kept."""
+        attended, logsumexp = _kernel(q, k, v, 0.0, True, scale=self.scale)
+        return attended, (q, k, v, attended, logsumexp)
+
+    def kernel_backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of what was attended -> of q, k and v."""
+        dq, dk, dv = _kernel_backward(dy, *kept, 0.0, True, scale=self.scale)
+        return dq, dk, dv
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         probability = self.dropout if self.training else 0.0
@@ -228,6 +244,17 @@ class SelfAttention(nn.Module):
         query, key, value, mask = self._turned(query, key, value, mask, angles, cache)
         return self._maybe_recomputed(self.core_attention.attend, query, key, value, mask)
 
+    def is_one_kernel(self, x: Tensor) -> bool:
+        """Whether nothing but torch's kernel for CPUs runs between heads and what is attended, causally."""
+        core = self.core_attention
+        return (
+            self.heads_per_group == 1
+            and self.q_layernorm is None
+            and x.is_cpu
+            and not (core.written_out or self.recompute_core or (core.dropout and core.training))
+            and torch.backends.cuda.flash_sdp_enabled()
+        )
+
     def heads_of(self, rows: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """`linear_qkv`'s [s b, rows] -> query [b, heads, s, d], key and value [b, groups, s, d], of this rank."""
         r, d = self.heads_per_group, self.head_dim
@@ -240,8 +267,12 @@ class SelfAttention(nn.Module):
 
     def rows_of(self, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> Tensor:
         """The backward of `heads_of`."""
-        heads = [by_position(d).unflatten(2, (self.groups, -1)) for d in (dquery, dkey, dvalue)]
-        return torch.cat(heads, dim=3).flatten(0, 1).flatten(1)
+        heads = [by_position(d) for d in (dquery, dkey, dvalue)]  # [s, b, heads or groups, d]
+        if self.heads_per_group == 1:
+            together = torch.stack(heads, dim=3)
+        else:
+            together = torch.cat([d.unflatten(2, (self.groups, -1)) for d in heads], dim=3)
+        return together.view(dquery.shape[0] * dquery.shape[2], -1)
 
     def _turned(
         self,
