@@ -25,6 +25,18 @@ def debug_in_slots(config: DistributedDataParallelConfig) -> bool:
     )
 
 
+def budget_misfits(policy: str, budget_bytes: int | None) -> bool:
+    """Whether a budget stands without its policy, or the policy without one."""
+    return (policy == "budget") != (budget_bytes is not None)
+
+
+def keeps_nothing(policy: str, *, weights_sharded: bool, grads_sharded: bool) -> bool:
+    """Whether the strategy, which shards these, leaves --fsdp-reshard-policy nothing to keep."""
+    if policy == "backward":
+        return not weights_sharded
+    return policy != "memory" and not (weights_sharded or grads_sharded)
+
+
 def holds_weights(main: str, weights: str) -> bool:
     """Whether main weights of this dtype are no coarser than the model's (fp32, bf16, ...)."""
     return main == weights or (main == "fp32" and weights in ("bf16", "fp16"))

@@ -1,139 +1,175 @@
-"""Without a plan: which unit is gathered, freed and reduced when, as a model's hooks tell what runs.
+"""Without a plan: which unit is gathered, freed and reduced when, as hooks on a model's modules tell what runs.
 
-[Note: when weights are freed] Backward may read a unit's weights up to its very last operation, which can come after
-its last gradient was reported. That it is passed therefore only marks a unit; its memory goes when the next one is
-needed, or at the end of the microbatch.
+[Note: what is over] Autograd runs what was recorded last first. So when a backward comes to the output of a call, all
+calls that began behind it are over: nothing reads their weights any more, and units without an earlier call have all
+of their gradients. What is recomputed inside a backward is a forward of its own.
+
+[Note: order] All ranks have to gather and reduce alike. Gathers go ahead in the order in which modules are registered,
+in a backward in that of the forward's own calls. Reductions begin in the reverse order of registration: parameters may
+be unused on some ranks only, and where weights are unsharded a rank may skip units that others run.
+
+[Note: modules that are not called] Some modules' forwards never run: whoever is around them reads their parameters
+(`nn.MultiheadAttention` its `out_proj`, anybody an `nn.ParameterList`). So reads of parameters are listened to until
+their module is called. A unit that is read so stays from its first read in a forward to the end of the microbatch, and
+a backward needs it from the model's output on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from enum import Enum, auto
+import functools
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
-from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline, UnitState
-from megatron.core.distributed.custom_fsdp.reshard_policy import Keep, UnitPolicy
-from megatron.core.distributed.custom_fsdp.run_order import ReductionOrder, RunOrder
-from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from megatron.core.distributed.all_gather_pipeline import UnitState
+from megatron.core.distributed.custom_fsdp.parameter_reads import ParameterReads, in_backward
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.unit_events import tensors_in
 from megatron.core.module import ModelError
+from megatron.core.sharding_table import ShardOver
 from megatron.core.units import Unit
 
 
-class _For(Enum):
-    """What a unit is gathered for."""
+class _Forward:
+    """calls: of units, in the order in which they began, where there is a graph. reached: calls from this one on are
+    over; None: no backward has come to it. read: see [Note: modules that are not called]."""
 
-    USE = auto()  # it runs, or stays for the step
-    AHEAD = auto()  # it is needed next
-    BACKWARD = auto()  # it was left in the forward
-    RECOMPUTED_BACKWARD = auto()  # it was left in a forward inside a backward
-    NOTHING = auto()  # see [Note: when weights are freed]
-    READERS = auto()  # outside of the model
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.read: dict[int, None] = {}
+        self.reached: int | None = None
+
+    def to_come(self) -> set[int]:
+        """Units that a backward still has to go through."""
+        return set() if self.reached == 0 else {*self.read, *self.calls[: self.reached]}
 
 
 class UnitDriver:
-    """What follows from a model's hooks (`UnitHooks`), from its gradients, and from what the loop says of its
-    microbatches: gathers what is needed, and ahead of that what comes next in the recorded order, within a bound.
+    """Gathers what is needed, and ahead of that what comes next, as long as no more than a bound is gathered
+    (--suggested-communication-unit-size). What is not in use is freed when another unit is needed.
 
-    order: of reductions; overlap: without, nothing is reduced before a step's end. numel: elements of each unit. bound:
-    elements gathered at any time, the unit in use included; a unit that is needed is gathered whatever the bound, and
-    nothing is gathered ahead that would exceed it. last: the unit that is taken for the forward's last as long as
-    nothing is recorded. frees: weights are sharded; else they are only waited for. passed_by_gradients: units whose
-    backward is over with their last gradient. on_gradient, on_backward: told inside backwards: of each contribution; of
-    each unit that backward comes to. Communicates over dp_gather and dp_reduce.
+    on_forward, on_end: told where an outermost forward begins and ends; on_backward: inside backwards, of each unit that
+    they come to and of each contribution. contributed: one has come, until somebody forgets it. Communicates over
+    dp_gather and dp_reduce.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        gathers: AllGatherPipeline,
-        reductions: GradReducePipeline,
-        order: ReductionOrder,
-        *,
-        overlap: bool,
-        numel: Sequence[int],
-        bound: int,
-        last: int,
-        frees: bool,
-        passed_by_gradients: Collection[int],
-    ) -> None:
-        self._units, self._gathers, self._reductions = units, gathers, reductions
-        self._to_reduce, self._overlap = order, overlap
-        self._numel, self._bound, self._last, self._frees = numel, bound, last, frees
-        self._passed_by_gradients = passed_by_gradients
-        self.on_gradient: Callable[[], None] | None = None
+    def __init__(self) -> None:
+        self.on_forward: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
         self.on_backward: Callable[[], None] | None = None
-        self._left: int | None = None  # microbatches of the step; None where nobody has said how many
-        self._training = False
-        self._keep = (Keep.NOTHING,) * len(units)  # for how long each unit stays gathered
-        self._for: dict[int, _For] = {}  # of all that is gathered
-        self._orders = {True: RunOrder(), False: RunOrder()}  # training or not
-        self.order = self._orders[True]
-        for one in self._orders.values():
-            one.begin(repeats=False)  # units may be called without the model around them
-        self._is_open = False  # a microbatch has begun and not ended
-        # While a forward without backward runs: what it leaves alone.
-        self._training_holds: set[int] | None = None
+        self.contributed = False
+        self._held: dict[int, None] = {}  # gathered; of these:
+        self._in_use: set[int] = set()
+        self._ahead: set[int] = set()
+        self._recomputed: dict[int, None] = {}  # run again, their backward comes soon
+        self._stack: list[nn.Module] = []  # whose forwards are under way
+        self._forward = _Forward()
+        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._entered: dict[int, None] = {}  # in the backward under way, and not over
+        self._done: set[int] = set()  # all gradients of the microbatch have come
+        self._begun = 0  # of the order of reductions
+        self._before_it: set[int] = set()  # in use when the forward under way began
+
+    def attach(self, engine: DistributedDataParallel) -> None:
+        """Hook the modules of its units."""
+        config, sharding = engine.config, engine.sharding
+        self._units, self._chunks = engine.units, engine.chunks
+        self._gathers, self._reductions = engine.gathers, engine.reductions
+        self._frees, grads_cut = (
+            cut is not ShardOver.NONE for cut in (sharding.weights, sharding.main_grads)
+        )
+        self._overlap = grads_cut or (config.overlap_grad_reduce and len(engine.chunks) == 1)
+        self._by_step = config.fsdp_reshard_policy == "step"
+        self._late = self._by_step or not grads_cut
+        self._keys = [unit.keys for unit in engine.reductions.units]
+        self._unit_of = {key: unit for unit, own in enumerate(self._keys) for key in own}
+        buckets = (engine.buffer.buckets_of_unit(unit.name) for unit in self._units)
+        self._numel = [sum(one.bucket.numel for one in of_unit) for of_unit in buckets]
+        bound = config.suggested_communication_unit_size
+        self._bound = math.ceil(2 * sum(self._numel) / max(1, len(self._numel))) if bound is None else bound
+        frozen = set(engine.buffer.frozen)
+        # Frozen weights report no gradient, and a unit around others comes back behind them.
+        self._ends_with_gradients = [
+            not (one.lasts or one.nests) and frozen.isdisjoint(one.names) for one in self._units
+        ]
+        unit_of = {id(module): unit.index for unit in self._units for module in unit.modules}
+        called = [one for chunk in self._chunks for one in chunk.modules() if id(one) in unit_of]
+        registered = [unit_of[id(module)] for module in called]
+        self._order = list(dict.fromkeys(registered))[::-1]
+        self._turn = {unit: turn for turn, unit in enumerate(self._order)}
+        self.begin_step(None)
+        self._reads = ParameterReads(self._units, self._read)
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        upcoming = {id(one): tuple(dict.fromkeys(registered[at + 1 :])) for at, one in enumerate(called)}
+        for module in dict.fromkeys((*self._chunks, *called)):
+            unit = unit_of.get(id(module))
+            begins = functools.partial(enter, unit, upcoming.get(id(module), ()))
+            engine.hooks += [
+                module.register_forward_pre_hook(begins, prepend=True),
+                module.register_forward_hook(functools.partial(leave, unit), always_call=True),
+            ]
 
     # The loop -------------------------------------------------------------------------------------------
 
-    def begin_step(self, num_microbatches: int | None, policies: Sequence[UnitPolicy]) -> None:
+    def begin_step(self, num_microbatches: int | None) -> None:
         """num_microbatches: of all chunks; None where `begin_backward` will say which is the last."""
-        self._keep = tuple(one.keep for one in policies)
-        self._to_reduce.late = frozenset(unit for unit, one in enumerate(policies) if one.reduce_late)
-        self._to_reduce.begin_microbatch()
-        self._expect(num_microbatches)
+        self._left = num_microbatches
+        self._begin_microbatch()
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Of a step whose length was not told: is_last: its last microbatch; else nothing is reduced behind it."""
-        assert self._left is None, "the step was begun with its number of microbatches"
-        self._to_reduce.held_back = not is_last
-        self._expect(1 if is_last else None)
+        """is_last: the step's gradients are complete behind it, and reduced."""
+        self._is_last = is_last
+        self._reduces = self._overlap and (is_last or (self._left is not None and not self._late))
 
-    def microbatch_done(self) -> None:
-        """All gradients of the microbatch are there: free all but what stays for the whole step and what was gathered
-        ahead; with the last one, all."""
+    def end_microbatch(self) -> None:
+        """All gradients of the microbatch are there: weights are freed but for what stays for the whole step."""
         assert self._left != 0, "more microbatches done than the step has"
-        left = None if self._left is None else self._left - 1
-        self._reduce(range(len(self._units)))
-        if left != 0:
-            self._to_reduce.begin_microbatch()
-        self._expect(left)
-        self.order, self._training_holds, self._is_open = self._orders[True], None, False
-        self._free_all(
-            lambda unit: (
-                left == 0 or (self._keep[unit] is not Keep.STEP and self._for[unit] is not _For.AHEAD)
-            )
-        )
+        self._complete(self._order)
+        for one in self._forwards:
+            one.reached = one.reached and 0
+        if self._is_last or not self._by_step:
+            self.free_all()
+        if self._left is not None:
+            self._left -= 1
+        self._begin_microbatch()
 
-    def _expect(self, left: int | None) -> None:
-        self._left = left
-        self._to_reduce.is_last |= left == 1
+    def _begin_microbatch(self) -> None:
+        self._missing = [set(own) for own in self._keys]
+        self._entered.clear()
+        self._done.clear()
+        self._begun = 0
+        self.begin_backward(is_last=self._left == 1)
 
-    # Weights outside of the model -----------------------------------------------------------------------
+    # Weights --------------------------------------------------------------------------------------------
 
-    def gather_for_readers(self) -> None:
-        """All weights are whole on return, until the model has used them, or `free_for_readers`."""
-        for unit in range(len(self._units)):
-            if unit not in self._for:
-                self._start(unit, _For.READERS)
-        for unit in range(len(self._units)):
-            self._gathers.wait(unit)
+    def unshard(self) -> None:
+        """All weights are whole on return, until the model has used them, or `reshard`."""
+        if self._frees:
+            for unit in range(len(self._units)):
+                self._gather(unit)
+        self._gathers.settle()
 
-    def free_for_readers(self) -> None:
-        self._free_all(lambda unit: self._for[unit] is _For.READERS)
+    def reshard(self) -> None:
+        """What is not in use is freed."""
+        self._free(self._held.keys() - self._in_use)
 
-    def weights_changed(self) -> None:
-        """What was gathered is out of date, and was freed."""
-        self._for.clear()
-        if self._training_holds:
-            self._training_holds.clear()
+    def free_all(self) -> None:
+        self._in_use.clear()
+        self.reshard()
 
     # Gradients ------------------------------------------------------------------------------------------
 
     def grad_begins(self, key: str) -> bool:
         """A contribution is about to be written. Whether it overwrites. Raises ModelError where no more was to come."""
-        if self.on_gradient is not None:
-            self.on_gradient()
-        if self._overlap and (unit := self._to_reduce.too_late(key)) is not None:
+        if self.on_backward is not None:
+            self.on_backward()
+        self.contributed, unit = True, self._unit_of[key]
+        if self._overlap and (key not in self._missing[unit] or self._turn[unit] < self._begun):
             raise ModelError(
                 f"a gradient for parameter {key!r} arrived after its unit {self._units[unit].name!r} had "
                 "all its gradients of the microbatch: a module that runs several times under reentrant activation "
@@ -143,148 +179,160 @@ class UnitDriver:
         return self._reductions.grad_begins(key)
 
     def grad_ready(self, key: str, microbatch: int) -> None:
-        """A contribution is complete; the unit is reduced with its last one."""
-        unit = self._to_reduce.contributed(key)
-        if unit is not None:
-            self._complete(unit)
+        """A contribution is complete; the unit is, with its last one."""
+        unit = self._unit_of[key]
+        self._missing[unit].discard(key)
+        if not self._missing[unit]:
+            if self._ends_with_gradients[unit]:
+                self._over((unit,))
+            self._complete((unit,))
 
-    def _complete(self, unit: int) -> None:
-        if unit in self._passed_by_gradients:
-            self._mark_passed(unit)
-        self._reduce((unit,))
+    def _complete(self, units: Collection[int]) -> None:
+        """What of these has not come by now does not come in this microbatch. See [Note: order]."""
+        self._done.update(units)
+        while self._reduces and self._begun < len(self._order) and self._order[self._begun] in self._done:
+            self._reductions.start(self._order[self._begun])
+            self._begun += 1
 
-    def _reduce(self, complete: Collection[int]) -> None:
-        if self._overlap:
-            for unit in self._to_reduce.complete(complete):
-                self._reductions.start(unit)
+    # Hooks ----------------------------------------------------------------------------------------------
 
-    # Hooks. recomputing: inside a backward, whose forward is run again -----------------------------------
-
-    def begin_forward(self, *, training: bool) -> None:
-        """A chunk's forward begins (not when it is recomputed).
-
-        Its units may find their slots of a double buffer taken: by an earlier forward that waits for its backward, or
-        that ended with an error. They take these.
-        """
-        self._training = training
-        if self._is_open and any(self._gathers.is_blocked(unit) for unit in range(len(self._units))):
-            self._free_all(lambda unit: self._keep[unit] is not Keep.STEP)
-        self.order = self._orders[training]
-        self.order.begin(repeats=self._left is not None and self._left > 1)
-        self._is_open |= training
-        self._training_holds = None if training else set(self._for)
-
-    def end_forward(self, *, training: bool) -> None:
-        """Of a forward without backward nothing stays gathered but what training held before it."""
-        if not training:
-            held, self._training_holds = self._training_holds or set(), None
-            self._free_all(lambda unit: unit not in held)
-            if self._is_open:
-                self.order = self._orders[True]
-
-    def enter_forward(self, unit: int, *, recomputing: bool) -> None:
-        if not recomputing and self._training_holds is None:
-            self._to_reduce.forward_reached(unit)
-        self._need(unit)
-
-    def leave_forward(self, unit: int, *, recomputing: bool) -> None:
-        """The unit's weights go unless they stay for the backward. A recomputed unit's own backward comes soon; one
-        gather serves both, unless others are recomputed before it and all of them exceed the bound."""
-        if unit not in self._for:
+    def _enter(self, unit: int | None, upcoming: Iterable[int], module: nn.Module, args: Any) -> None:
+        again = in_backward()
+        outermost = not self._stack or (module in self._chunks and not again)
+        if outermost:
+            self._stack.clear()  # an interrupt may have left it
+        self._stack.append(module)
+        if outermost:
+            if self.on_forward is not None:
+                self.on_forward()
+            self._forward, self._before_it = _Forward(), set(self._in_use)
+            self._forwards.add(self._forward)
+        if unit is None:
             return
-        keep, one = self._keep[unit], self._units[unit]
-        if recomputing:
-            if keep is Keep.NOTHING and not one.lasts:
-                self._for[unit] = _For.RECOMPUTED_BACKWARD
-        elif unit not in (self._training_holds or ()):
-            kept = keep is Keep.STEP or (keep is Keep.TO_BACKWARD and one.backward_reads)
-            if self._training and (kept or self._backward_is_next(unit)):
-                self._for[unit] = _For.BACKWARD
-            else:
-                self._free(unit)
+        self._reads.called(module)
+        if torch.is_grad_enabled():
+            self._forward.calls.append(unit)
+        self._need(unit, () if again or self._stack[0] not in self._chunks else upcoming)
 
-    def enter_backward(self, unit: int, *, differentiable: bool) -> None:
-        """differentiable: another backward is to go through this one (create_graph=True). Raises ModelError where
-        weights would be freed that a second backward reads."""
-        if differentiable:
+    def _leave(self, unit: int | None, module: nn.Module, args: Any, output: Any) -> None:
+        """Also where it ended with an error."""
+        if not self._stack or self._stack[-1] is not module:
+            return
+        self._stack.pop()
+        if unit is not None:
+            self._watch(output, unit)
+            if not (self._by_step or self._units[unit].lasts or unit in self._entered):
+                self._in_use.discard(unit)
+                if in_backward() and unit in self._held:
+                    self._recomputed[unit] = None
+        if not self._stack:
+            self._end(output)
+
+    def _end(self, output: Any) -> None:
+        """Of an outermost forward. Behind one without backward nothing stays but what was in use before it."""
+        for unit in self._forward.read:
+            self._watch(output, unit)
+        if not in_backward():
+            if torch.is_grad_enabled():
+                self._free(self._ahead)
+            else:
+                self._in_use &= self._before_it
+                self.reshard()
+        if self.on_end is not None:
+            self.on_end()
+
+    def _read(self, unit: Unit) -> None:
+        """See [Note: modules that are not called]. Outside of forwards only the user asks, for a shape perhaps."""
+        if in_backward():
+            self._need(unit.index, ())
+        elif self._stack and unit.index not in self._forward.read:
+            self._forward.read[unit.index] = None
+            self._need(unit.index, ())
+
+    def _watch(self, output: Any, unit: int) -> None:
+        """Of several outputs the first counts."""
+        if not (self._overlap and torch.is_grad_enabled()):
+            return
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+        forward, reached, backwards = self._forward, len(self._forward.calls), [-1]  # the last that has come
+
+        def arrives(*_: Any) -> None:
+            if backwards[0] != (backward := torch._C._current_graph_task_id()):
+                backwards[0] = backward
+                self._arrive(forward, reached, unit)
+
+        for node in nodes:
+            node.register_prehook(arrives)
+        if outputs and not nodes:  # leaves
+            register_multi_grad_hook(outputs, arrives, mode="any")
+
+    def _arrive(self, forward: _Forward, reached: int, unit: int) -> None:
+        """A backward comes to the output of a call. Raises ModelError where weights would be freed that a second
+        backward reads."""
+        if torch.is_grad_enabled():  # create_graph=True
             if self._frees:
                 raise ModelError(
                     f"unit {self._units[unit].name!r}: create_graph=True with --data-parallel-sharding-strategy "
                     "optim_grads_params, which frees weights behind a backward, so that a backward through it could "
                     "not read them; use optim_grads, optim or no_shard, whose weights stay whole"
                 )
-            return  # it takes no part in the step: gradients of parameters come with the backward through it
+            return  # gradients of parameters come with the backward through it
         if self.on_backward is not None:
             self.on_backward()
-        if self._units[unit].backward_reads:
-            self._need(unit)
-
-    def passed(self, unit: int, *, last: bool) -> None:
-        """Backward has gone through one call of the unit; last: through all of them. Not told of a backward that is
-        differentiable: what it goes through is gone through again. Autograd runs the calls of a forward one after the
-        other: between two of them weights need not be whole."""
-        if last:
-            self._complete(unit)
-        if last or not self._units[unit].lasts:
-            self._mark_passed(unit)
+        forward.reached = reached
+        to_come = set[int]().union(*(one.to_come() for one in self._forwards))
+        over = [one for one in self._entered if one not in to_come]
+        for one in over:
+            del self._entered[one]
+        self._over(over)
+        self._complete(over)
+        self._recomputed.pop(unit, None)
+        for one in (*forward.read, unit):
+            self._entered[one] = None
+            if self._units[one].backward_reads:
+                before = reversed(forward.calls[:reached])
+                self._need(one, (other for other in before if self._units[other].backward_reads))
 
     # ---
 
-    def _need(self, unit: int) -> None:
+    def _over(self, units: Iterable[int]) -> None:
+        if not self._by_step:
+            self._in_use.difference_update(units)
+
+    def _need(self, unit: int, upcoming: Iterable[int]) -> None:
         """On return the unit's weights are whole, and what is needed next is on its way."""
         if not self._frees:
             self._gathers.wait(unit)
             return
-        self._free_all(lambda other: self._for[other] is _For.NOTHING and other != unit)
-        self.order.need(unit)
-        if unit not in self._for:
-            self._make_room(unit)
-            self._start(unit, _For.USE)
-        elif unit not in (self._training_holds or ()):
-            self._for[unit] = _For.USE
-        for ahead in self.order.upcoming():
-            if ahead not in self._for:
-                if self._gathered + self._numel[ahead] > self._bound or self._gathers.is_blocked(ahead):
+        self._in_use.add(unit)
+        self._ahead.discard(unit)
+        self._free(self._held.keys() - self._in_use - self._ahead - self._recomputed.keys())
+        for other in tuple(self._recomputed):
+            if unit not in self._held and self._gathered + self._numel[unit] > self._bound:
+                self._free((other,))
+        self._gather(unit)
+        for other in upcoming:
+            if other not in self._held:
+                if self._gathered + self._numel[other] > self._bound:
                     break
-                self._start(ahead, _For.AHEAD)
+                self._gather(other)
+                self._ahead.add(other)
         self._gathers.wait(unit)
 
     @property
     def _gathered(self) -> int:
-        return sum(self._numel[unit] for unit in self._for)
+        return sum(self._numel[unit] for unit in self._held)
 
-    def _mark_passed(self, unit: int) -> None:
-        if unit in self._for and self._keep[unit] is not Keep.STEP:
-            self._for[unit] = _For.NOTHING
-
-    def _backward_is_next(self, unit: int) -> bool:
-        """Whether it stays for a backward that follows at once, or to its last use."""
-        if self._units[unit].lasts:
-            return True
-        return self.order.next_is_same(unit) if self.order.follows else unit == self._last
-
-    def _make_room(self, unit: int) -> None:
-        """Free what only waits and can be gathered again: all where the unit's slot is taken, and of units that were
-        recomputed together, which backward reaches in reverse, the first as far as they exceed the bound."""
-        waiting = (_For.AHEAD, _For.BACKWARD, _For.RECOMPUTED_BACKWARD)
-        if self._gathers.is_blocked(unit):
-            self._free_all(lambda other: self._for[other] in waiting)
-        for other in sorted(one for one, why in self._for.items() if why is _For.RECOMPUTED_BACKWARD):
-            if self._gathered + self._numel[unit] > self._bound:
-                self._free(other)
-
-    def _start(self, unit: int, why: _For) -> None:
+    def _gather(self, unit: int) -> None:
         if self._gathers.state(unit) is UnitState.SHARDED:  # nobody else reads it just now
             self._gathers.start(unit)
-        self._for[unit] = why
+        self._held[unit] = None
 
-    def _free_all(self, goes: Callable[[int], bool]) -> None:
-        for unit in [unit for unit in sorted(self._for) if goes(unit)]:
-            self._free(unit)
-
-    def _free(self, unit: int) -> None:
-        del self._for[unit]
-        if self._training_holds:
-            self._training_holds.discard(unit)
-        if self._gathers.state(unit) is not UnitState.SHARDED:  # as where its gather could not begin
-            self._gathers.free(unit)
+    def _free(self, units: Iterable[int]) -> None:
+        for unit in tuple(units):
+            for kept in (self._held, self._recomputed):
+                kept.pop(unit, None)
+            self._ahead.discard(unit)
+            if self._gathers.state(unit) is not UnitState.SHARDED:
+                self._gathers.free(unit)

@@ -26,7 +26,7 @@ from tests.harness.sharded_training import (
     train_whole,
 )
 
-POLICIES = ("memory", "backward", "step")
+POLICIES = ("memory", "step")
 
 
 def net() -> nn.Module:
