@@ -111,7 +111,8 @@ class PipelineRunner:
                 described = planner.chosen.stages_units or session.config.units_of(planner.chosen)
             planner.serve(units_of_all_stages(engine.model, own, described), residency)
             self.wire = measured_wire(engine.model)
-            watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
+            model, sinks = engine.model, [chunk.sink for chunk in engine.chunks]
+            watch_units(model.unit_modules(), model.unit_of_key(), sinks, self._boundaries)
         else:
             planner.adopt(spec.bare)
         self._executors: dict[tuple[int, PlanPurpose], Executor] = {}  # (microbatches, what for)

@@ -32,7 +32,6 @@ from tests.harness.sharded_training import (
     train_sharded,
     train_whole,
     unit_sizes,
-    vectors,
 )
 
 UNITS = 5  # of Net: embed, three blocks, norm+head
