@@ -97,8 +97,8 @@ class ShardParameters:
     plain parameters, else `ShardedTensor`s.
 
     tensor_parallel: the ranks that hold other rectangles. taken: shards that there are, by the id of the module's own
-    parameter; the first `take_changes` brings their values to where the engine reads them. One that was cut otherwise is
-    made whole for that, which communicates. names: of those that are trained. registered: the parameters that are
+    parameter; the first `take_changes` brings their values to where the engine reads them. One that was cut otherwise
+    is made whole for that, which communicates. names: of those that are trained. registered: the parameters that are
     registered now: code that loads may put others there. module: shows the shards as its parameters; none by default.
     first: id of a parameter of its own -> its first name. in_forward: the module shows its own parameters, as
     it does in a backward; readable: as attributes. may_have_changed: an optimizer has stepped, or a backward has ended.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ from megatron.core.distributed.unit_events import tensors_in
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.units import Unit
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 class _Forward:
@@ -53,15 +57,13 @@ class UnitDriver:
     """Gathers what is needed, and ahead of that what comes next, as long as no more than a bound is gathered
     (--suggested-communication-unit-size). What is not in use is freed when another unit is needed.
 
-    on_forward, on_end: told where an outermost forward begins and ends; on_backward: inside backwards, of each unit that
-    they come to and of each contribution. contributed: one has come, until somebody forgets it. Communicates over
+    on_forward, on_end: told where an outermost forward begins and ends; on_backward: inside backwards, of each unit
+    that they come to and of each contribution. contributed: one has come, until somebody forgets it. Communicates over
     dp_gather and dp_reduce.
     """
 
     def __init__(self) -> None:
-        self.on_forward: Callable[[], None] | None = None
-        self.on_end: Callable[[], None] | None = None
-        self.on_backward: Callable[[], None] | None = None
+        self.on_forward = self.on_end = self.on_backward = _nothing
         self.contributed = False
         self._held: dict[int, None] = {}  # gathered; of these:
         self._in_use: set[int] = set()
@@ -166,8 +168,7 @@ class UnitDriver:
 
     def grad_begins(self, key: str) -> bool:
         """A contribution is about to be written. Whether it overwrites. Raises ModelError where no more was to come."""
-        if self.on_backward is not None:
-            self.on_backward()
+        self.on_backward()
         self.contributed, unit = True, self._unit_of[key]
         if self._overlap and (key not in self._missing[unit] or self._turn[unit] < self._begun):
             raise ModelError(
@@ -203,8 +204,7 @@ class UnitDriver:
             self._stack.clear()  # an interrupt may have left it
         self._stack.append(module)
         if outermost:
-            if self.on_forward is not None:
-                self.on_forward()
+            self.on_forward()
             self._forward, self._before_it = _Forward(), set(self._in_use)
             self._forwards.add(self._forward)
         if unit is None:
@@ -238,8 +238,7 @@ class UnitDriver:
             else:
                 self._in_use &= self._before_it
                 self.reshard()
-        if self.on_end is not None:
-            self.on_end()
+        self.on_end()
 
     def _read(self, unit: Unit) -> None:
         """See [Note: modules that are not called]. Outside of forwards only the user asks, for a shape perhaps."""
@@ -278,8 +277,7 @@ class UnitDriver:
                     "not read them; use optim_grads, optim or no_shard, whose weights stay whole"
                 )
             return  # gradients of parameters come with the backward through it
-        if self.on_backward is not None:
-            self.on_backward()
+        self.on_backward()
         forward.reached = reached
         to_come = set[int]().union(*(one.to_come() for one in self._forwards))
         over = [one for one in self._entered if one not in to_come]

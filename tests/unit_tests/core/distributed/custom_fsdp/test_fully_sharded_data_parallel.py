@@ -61,7 +61,8 @@ def gradients_are_sums_over_ranks_and_microbatches(ctx) -> None:
 
 
 def valid_steps_that_no_plan_knows(ctx) -> None:
-    """Layers dropped, an evaluation between forward and backward, weights read inside a step: no check ends the run, and the gradients are right."""
+    """Layers dropped, an evaluation between forward and backward, weights read inside a step: no check ends the
+    run, and the gradients are right."""
 
     class Dropped(nn.Module):
         def __init__(self) -> None:
