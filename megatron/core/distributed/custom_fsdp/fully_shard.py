@@ -18,9 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.inner_calls import InnerCalls, lasting_ranks
+from megatron.core.distributed.custom_fsdp.inner_calls import InnerCalls
 from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel, refuse_plans
+from megatron.core.distributed.custom_fsdp.sharded_engine import (
+    FullyShardedDataParallel,
+    ranks_of,
+    refuse_plans,
+)
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding import is_contradicted
@@ -54,7 +58,7 @@ def fully_shard(
     """
     _keep_out_of_graphs()
     inner = InnerCalls(module)
-    ps = inner.first.ps if mesh is None and inner.first else lasting_ranks(mesh)
+    ps = inner.first.ps if mesh is None and inner.first else ranks_of(mesh)
     if config is None and inner.first:
         config = dataclasses.replace(inner.first.config, fsdp_unit_modules=None)
     else:

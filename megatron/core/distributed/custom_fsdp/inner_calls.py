@@ -4,15 +4,12 @@ their shards."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.custom_fsdp.shard_parameters import ShownShards, shared_with_others
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel, ranks_of
+from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
 from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, ModelError
@@ -91,15 +88,3 @@ class InnerCalls:
                     "or the calls around others nothing"
                 )
         return {own: shard for driver in self.drivers.values() for own, shard in driver.release().items()}
-
-
-def lasting_ranks(ps_or_mesh: ParallelState | DeviceMesh | None) -> ParallelState:
-    """As `ranks_of`, the same for the same ranks, so that one call for each layer makes communicators once."""
-    if isinstance(ps_or_mesh, ParallelState) or not dist.is_initialized():
-        return ranks_of(ps_or_mesh)
-    return _ranks_within(ps_or_mesh, dist.group.WORLD)
-
-
-@functools.lru_cache(maxsize=4)
-def _ranks_within(mesh: DeviceMesh | None, world: object) -> ParallelState:
-    return ranks_of(mesh)

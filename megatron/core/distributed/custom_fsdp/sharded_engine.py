@@ -7,9 +7,11 @@ rows: ZeRO (Rajbhandari et al. 2020).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -82,26 +84,35 @@ class FullyShardedDataParallel(DistributedDataParallel):
         super().weights_changed()
 
 
+# What only a trainer's plan decides: fields of a config, and the values that they may have without one.
+_WITHOUT_A_PLAN: dict[str, tuple[object, ...]] = {
+    "fsdp_double_buffer": (False,),
+    "fsdp_memory_budget": (None,),
+    "fsdp_reshard_policy": ("memory", "step"),
+}
+
+
 def refuse_plans(config: DistributedDataParallelConfig) -> None:
     """Raises ModelError for what only a trainer's plan decides."""
-    for field in ("fsdp_double_buffer", "fsdp_memory_budget"):
-        if getattr(config, field) not in (False, None):
+    for field, values in _WITHOUT_A_PLAN.items():
+        if getattr(config, field) not in values:
             raise ModelError(
-                f"{field}={getattr(config, field)!r}: a loop without a plan has no such thing; use pretrain() with "
-                f"--use-custom-fsdp, or leave it out"
+                f"{field}={getattr(config, field)!r}: a loop without a plan can have {' or '.join(map(repr, values))}; "
+                "use that, or pretrain() with --use-custom-fsdp"
             )
-    if config.fsdp_reshard_policy not in ("memory", "step"):
-        raise ModelError(
-            f"fsdp_reshard_policy={config.fsdp_reshard_policy!r}: a loop without a plan keeps units as short as "
-            "possible ('memory') or for a step ('step'); use one of these, or pretrain() with --use-custom-fsdp"
-        )
 
 
 def ranks_of(ps_or_mesh: ParallelState | DeviceMesh | None) -> ParallelState:
-    """The ranks that are meant; None: all of the default process group. Communicates over that where a state is made.
+    """The ranks that are meant; None: all of the default process group. The same for the same ranks, so that one call
+    for each layer makes communicators once. Communicates over the default group where a state is made.
 
     Raises MeshError for a mesh of more than two dims, or without this rank.
     """
-    if ps_or_mesh is None:
-        return data_parallel_state()
-    return parallel_state_of_mesh(ps_or_mesh) if isinstance(ps_or_mesh, DeviceMesh) else ps_or_mesh
+    if isinstance(ps_or_mesh, ParallelState):
+        return ps_or_mesh
+    return _ranks_within(ps_or_mesh, dist.group.WORLD if dist.is_initialized() else None)
+
+
+@functools.lru_cache(maxsize=4)
+def _ranks_within(mesh: DeviceMesh | None, world: object) -> ParallelState:
+    return data_parallel_state() if mesh is None else parallel_state_of_mesh(mesh)
