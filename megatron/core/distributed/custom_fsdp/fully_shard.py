@@ -53,8 +53,8 @@ def fully_shard(
     config if not given. sync_module_states: all ranks begin with rank 0's weights.
 
     Communicates when called, in forward and in backward. Raises ModelError where units do not fit the module, where it
-    is sharded already, where an optimizer has its parameters, where calls inside differ, or where the config sets what
-    has no effect (`resolve_standalone`); MeshError and ReshardPlanError as the engine.
+    is sharded already, where calls inside differ, or where the config sets what has no effect (`resolve_standalone`);
+    MeshError as the engine.
     """
     _keep_out_of_graphs()
     inner = InnerCalls(module)
