@@ -23,16 +23,16 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups, num_bytes
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
-from megatron.core.distributed.gradient_sources import Sinks, connect
-from megatron.core.distributed.released_tensors import watch_released
-from megatron.core.distributed.sharding import debug_in_slots, residency_of
-from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.distributed.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
+from megatron.core.distributed.custom_fsdp.all_gather_pipeline import AllGatherPipeline
+from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, num_bytes
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.grad_reduce_pipeline import GradReducePipeline
+from megatron.core.distributed.custom_fsdp.gradient_sources import Sinks, connect
+from megatron.core.distributed.custom_fsdp.released_tensors import watch_released
+from megatron.core.distributed.custom_fsdp.sharding import debug_in_slots, residency_of
+from megatron.core.distributed.custom_fsdp.stage_units import EngineUnits, find_engine_units, unit_costs
+from megatron.core.distributed.custom_fsdp.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import MegatronModule, ModelChunks, ModelError, ModelUnit
 from megatron.core.param_meta import ParamMeta, infer_param_meta

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron.core import sharding_table
-from megatron.core.distributed import sharding
+from megatron.core.distributed.custom_fsdp import sharding
 from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.training.config.resolve import grads_sharded, known_vocabulary, weights_sharded

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.custom_fsdp.unit_events import watch_units
 from megatron.core.distributed.plan_inputs import measured_moves, measured_wire, units_of_all_stages
-from megatron.core.distributed.unit_events import watch_units
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.planned_residency import HeldBytes, StepMoves

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
 from megatron.core.module import ModelError
 from tests.harness.ranks import run_ranks, share_ranks
 from tests.harness.sharded_training import (

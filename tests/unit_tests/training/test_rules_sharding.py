@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron.core.distributed.sharding import keeps_nothing
+from megatron.core.distributed.custom_fsdp.sharding import keeps_nothing
 from megatron.core.pipeline_parallel.plan.residency import POLICIES
 from megatron.core.sharding_table import STRATEGIES, ShardOver, sharding_of
 from megatron.training.config.flag_table import FlagState, spellings

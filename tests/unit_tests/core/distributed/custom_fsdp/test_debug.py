@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed import released_tensors
+from megatron.core.distributed.custom_fsdp import released_tensors
 from megatron.core.module import ModelError
 from tests.harness.ranks import run_ranks
 from tests.harness.sharded_training import (

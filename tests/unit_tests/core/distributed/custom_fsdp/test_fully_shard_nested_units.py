@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule, fully_shard
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import FullyShardedModule, fully_shard
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import Block, seeded, vectors

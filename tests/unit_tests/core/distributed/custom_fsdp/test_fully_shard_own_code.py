@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
-from megatron.core.distributed.custom_fsdp.step_driver import driver_of
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
+from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.sharded_module.sharded_tensor import ShardedTensor, local_part
+from megatron.core.distributed.sharded_module.step_driver import driver_of
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (

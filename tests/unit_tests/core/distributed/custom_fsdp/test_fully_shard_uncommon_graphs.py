@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.custom_fsdp.sharded_tensor import local_part
+from megatron.core.distributed.sharded_module.sharded_tensor import local_part
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (

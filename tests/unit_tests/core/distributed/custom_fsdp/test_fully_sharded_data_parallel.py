@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.all_gather_pipeline import UnitState
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.all_gather_pipeline import UnitState
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from tests.harness.ranks import share_ranks

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from megatron.core.distributed.custom_fsdp.fully_shard import (
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import (
     OF_SHARDED_GRADIENTS,
     SHARDED_GRADIENTS,
     resolve_standalone,
 )
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 
 CHANGED = {

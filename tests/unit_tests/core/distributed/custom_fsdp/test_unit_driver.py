@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.all_gather_pipeline import UnitState
-from megatron.core.distributed.custom_fsdp.parameter_reads import in_backward
-from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.unit_events import tensors_in
+from megatron.core.distributed.custom_fsdp.all_gather_pipeline import UnitState
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.unit_events import tensors_in
+from megatron.core.distributed.sharded_module.parameter_reads import in_backward
+from megatron.core.distributed.sharded_module.unit_driver import UnitDriver
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import sharding_of
 from megatron.core.units import find_units

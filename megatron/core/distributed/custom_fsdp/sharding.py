@@ -3,7 +3,7 @@ asked for (floor 0, pure)."""
 
 from __future__ import annotations
 
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.sharding_table import Sharding, ShardOver, grads_are_sharded, row_name
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed import sharding as flags
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.transient_memory import own_storage, with_memory
+from megatron.core.distributed.custom_fsdp import sharding as flags
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.shard_layout import Bucket, FlatLayout
+from megatron.core.distributed.custom_fsdp.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace

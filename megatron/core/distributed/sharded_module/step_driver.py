@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket_memory import trained
-from megatron.core.distributed.custom_fsdp.parameter_reads import in_backward
-from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.sharded_tensor import local_grad, local_part
+from megatron.core.distributed.custom_fsdp.bucket_memory import trained
+from megatron.core.distributed.sharded_module.parameter_reads import in_backward
+from megatron.core.distributed.sharded_module.shard_parameters import UNCOPIED, ShardParameters
+from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.sharded_module.sharded_tensor import local_grad, local_part
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.units import UnitModule

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.unit_driver import UnitDriver
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.stage_units import EngineUnits
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.stage_units import EngineUnits
+from megatron.core.distributed.sharded_module.unit_driver import UnitDriver
 from megatron.core.module import ModelChunks, ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.mesh import data_parallel_state, parallel_state_of_mesh

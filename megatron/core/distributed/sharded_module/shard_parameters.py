@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan
-from megatron.core.distributed.custom_fsdp.parameter_reads import OwnParameters, in_backward
-from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharded_module.flat_span import FlatSpan
+from megatron.core.distributed.sharded_module.parameter_reads import OwnParameters, in_backward
+from megatron.core.distributed.sharded_module.sharded_tensor import ShardedTensor, local_part
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.parallel_state import Group

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.inner_calls import InnerCalls
-from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
-from megatron.core.distributed.custom_fsdp.sharded_engine import (
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.sharding import is_contradicted
+from megatron.core.distributed.sharded_module.inner_calls import InnerCalls
+from megatron.core.distributed.sharded_module.shard_parameters import UNCOPIED
+from megatron.core.distributed.sharded_module.sharded_engine import (
     FullyShardedDataParallel,
     ranks_of,
     refuse_plans,
 )
-from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import is_contradicted
+from megatron.core.distributed.sharded_module.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import STRATEGIES, goes_with_outer, grads_are_sharded
 from megatron.core.transport.collectives import broadcast_weights

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.shard_parameters import ShownShards, shared_with_others
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.shard_parameters import ShownShards, shared_with_others
+from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.sharded_module.step_driver import DRIVER, StepDriver
 from megatron.core.module import MegatronModule, ModelError
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule, matched_units

@@ -26,11 +26,17 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed import bucket_memory
-from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMemory, num_bytes, trained
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
-from megatron.core.distributed.transient_memory import own_storage, with_memory
+from megatron.core.distributed.custom_fsdp import bucket_memory
+from megatron.core.distributed.custom_fsdp.bucket_memory import (
+    Arena,
+    ArenaGroups,
+    BucketMemory,
+    num_bytes,
+    trained,
+)
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.shard_layout import ParamSpec, Placement, plan_layouts
+from megatron.core.distributed.custom_fsdp.transient_memory import own_storage, with_memory
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from megatron.core.distributed.all_gather_pipeline import UnitState
-from megatron.core.distributed.custom_fsdp.parameter_reads import ParameterReads, in_backward
+from megatron.core.distributed.custom_fsdp.all_gather_pipeline import UnitState
+from megatron.core.distributed.custom_fsdp.unit_events import tensors_in
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.unit_events import tensors_in
+from megatron.core.distributed.sharded_module.parameter_reads import ParameterReads, in_backward
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.units import Unit
