@@ -24,11 +24,11 @@ from benchmarks.fsdp_workload import (
     plain_model,
 )
 from benchmarks.plain_gpt import Block, set_schedule
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.unit_events import hook_units
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.plan_inputs import units_of_all_stages
-from megatron.core.distributed.unit_events import hook_units
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimization_config import OptimizerConfig

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
 from tests.harness.ranks import RankContext, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plain_gpt import PlainTrainer, copy_weights, set_schedule
 from megatron.core.device import Device
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.optimizer.clip_grads import clip_coefficient

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks.sleeping_stages import MS, Clock, SleepingStage
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
 from megatron.core.pipeline_parallel.plan.held.lanes import Lanes, UnderWay, lane_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
 
 STEPS, MICROBATCHES, SEQ, OUT = 10, 4, 32, Path("runs/custom_fsdp/model.safetensors")
 

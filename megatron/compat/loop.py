@@ -17,7 +17,8 @@ from megatron.compat.fields import expect, in_fields, settings_of_pretrain
 from megatron.compat.layers import ShardedStateDict, param_meta_of
 from megatron.compat.model import DistributedDataParallelConfig, OptimizerConfig
 from megatron.compat.parallel_state import current
-from megatron.core.distributed import data_parallel, data_parallel_config
+from megatron.core.distributed import data_parallel
+from megatron.core.distributed.custom_fsdp import data_parallel_config
 from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer import optimization_config
 from megatron.core.optimizer.clip_grads import clip_coefficient

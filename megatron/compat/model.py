@@ -16,7 +16,9 @@ from torch import Tensor
 from megatron.compat import parallel_state
 from megatron.compat.fields import FLAG_OF, check_fields, config_class, expect
 from megatron.compat.layers import ModuleOfConfig, dtype_of
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig as EngineFlags
+from megatron.core.distributed.custom_fsdp.data_parallel_config import (
+    DistributedDataParallelConfig as EngineFlags,
+)
 from megatron.core.models.gpt import gpt
 from megatron.core.models.gpt.stage_layers import split_stages
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags

@@ -10,8 +10,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces, pieces_of
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.flat_buffer import FlatBuffer
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import MegatronModule, ModelContext
 from megatron.core.optimizer.grad_scaler import GradScaler

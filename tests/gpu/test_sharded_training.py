@@ -14,8 +14,8 @@ TRAIN = """
 import dataclasses, functools, gc, os, sys, torch
 from torch.nn.functional import cross_entropy
 from megatron.core.device import current_device
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.transport.parallel_state import destroy_process_group, init_process_group, make_parallel_state
 from megatron.core.transport.rank_grid import RankGrid

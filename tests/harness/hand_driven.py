@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelUnit
 from megatron.core.transport.parallel_state import ParallelState
 

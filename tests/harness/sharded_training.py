@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 
-from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule, fully_shard
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import FullyShardedModule, fully_shard
 from megatron.core.sharding_table import Sharding, ShardPlace
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

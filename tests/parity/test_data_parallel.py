@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.optimizer.mixed_precision import build_optimizer

@@ -23,16 +23,16 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.distributed.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.bucket_memory import ArenaGroups, Reading, as_they_are, num_bytes
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.grad_reduce_pipeline import GradReducePipeline
-from megatron.core.distributed.gradient_sources import Sinks, connect
-from megatron.core.distributed.released_tensors import watch_released
-from megatron.core.distributed.sharding import debug_in_slots, residency_of
-from megatron.core.distributed.stage_units import EngineUnits, find_engine_units, unit_costs
-from megatron.core.distributed.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
+from megatron.core.distributed.custom_fsdp.all_gather_pipeline import AllGatherPipeline
+from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, num_bytes
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.grad_reduce_pipeline import GradReducePipeline
+from megatron.core.distributed.custom_fsdp.gradient_sources import Sinks, connect
+from megatron.core.distributed.custom_fsdp.released_tensors import watch_released
+from megatron.core.distributed.custom_fsdp.sharding import debug_in_slots, residency_of
+from megatron.core.distributed.custom_fsdp.stage_units import EngineUnits, find_engine_units, unit_costs
+from megatron.core.distributed.custom_fsdp.transient_memory import AllocatedMemory, DoubleBuffer, plan_slots
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import MegatronModule, ModelChunks, ModelError, ModelUnit
 from megatron.core.param_meta import ParamMeta, infer_param_meta
@@ -51,8 +51,9 @@ class DistributedDataParallel(GradSync):
     param_meta: facts about the parameters; sinks: where each chunk's layers put their gradients, None for a plain
     module, whose gradients are taken from autograd's hooks; a chunk may have both. Both are a `MegatronModule`'s own
     where they are not given. stages: the global pipeline stage of each chunk, 0, 1, ... by default. units: of all
-    chunks; what each says itself, if not given, or else --fsdp-unit-modules (`stage_units.py`). reading: a unit's
-    parameters are read inside it, where another engine has cut them. hooks: all that listen to the model.
+    chunks, or with what each needs of them; what each says itself, if not given, or else --fsdp-unit-modules
+    (`stage_units.py`). listener: hears of contributions; what reduces them by default. hooks: all that listen to the
+    model.
 
     Communicates over dp_gather, dp_reduce and dp_outer (the groups of its flat buffer's arenas), and over tp and
     embedding where gradients have parts there (`shared_sums`), there once when built. In a world of one no
@@ -68,8 +69,8 @@ class DistributedDataParallel(GradSync):
         sinks: Sinks = None,
         stages: Sequence[int] | None = None,
         *,
-        units: Sequence[ModelUnit] | None = None,
-        reading: Reading = as_they_are,
+        units: EngineUnits | Sequence[ModelUnit] | None = None,
+        listener: GradListener | None = None,
     ) -> None:
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
         self._chunks = own = ModelChunks(modules, None if stages is None else tuple(stages))
@@ -83,7 +84,9 @@ class DistributedDataParallel(GradSync):
             param_meta = {name: fact for facts in found for name, fact in facts.items()}
         if sinks is None:
             sinks = [one.context.grads if isinstance(one, MegatronModule) else None for one in modules]
-        self._found = self._find_units(own, units)
+        if not isinstance(units, EngineUnits):
+            units = find_engine_units(own, units, config, self.sharding, self.place.dp_size)
+        self._found = units
         self.units = self._found.units
         names = [unit.name for unit in self.units]
         memory = self._new_memory()
@@ -98,7 +101,6 @@ class DistributedDataParallel(GradSync):
             stages=own.stage_of,
             units=dict.fromkeys(own.parameters, "") | unit_of,
             new_full=memory.new,
-            reading=reading,
             groups=groups,
             tracker=self.memory_tracker,
         )
@@ -106,7 +108,7 @@ class DistributedDataParallel(GradSync):
         order = self._found.backward_order
         self.reductions = GradReducePipeline(names, self.buffer, memory, self.memory_tracker, order, ps)
         self._scale = 1.0 / self.place.dp_size if config.ddp_average_in_collective else 1.0
-        self.hooks = connect(own, self.buffer, sinks, self._grad_listener(), scale=self._scale)
+        self.hooks = connect(own, self.buffer, sinks, listener or self.reductions, scale=self._scale)
         self._counted_from = self._of_step = self._of_weights = Traffic()
         self._changed = self.began_with_new_weights = False
         held = self.buffer.persistent_bytes()
@@ -253,13 +255,6 @@ class DistributedDataParallel(GradSync):
     def _moved(self) -> Traffic:
         """Since the groups were made."""
         return sum((groups.moved() for groups in self.groups), start=Traffic())
-
-    def _find_units(self, chunks: ModelChunks, declared: Sequence[ModelUnit] | None) -> EngineUnits:
-        return find_engine_units(chunks, declared, self.config, self.sharding, self.place.dp_size)
-
-    def _grad_listener(self) -> GradListener:
-        """Who hears of contributions."""
-        return self.reductions
 
     def _new_memory(self) -> AllocatedMemory:
         config = self.config

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.squared_sums import device_of
+from megatron.core.distributed.custom_fsdp.squared_sums import device_of
 from megatron.core.pipeline_parallel.post_validation.state import Decision, ValidationState
 
 

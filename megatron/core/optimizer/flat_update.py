@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.shard_layout import BufferSpan
+from megatron.core.distributed.custom_fsdp.bucket_memory import BucketMemory, num_bytes, trained
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.shard_layout import BufferSpan
 from megatron.core.optimizer.inverse_update import undo_adamw, undo_sgd
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 

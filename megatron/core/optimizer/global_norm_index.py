@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
-from megatron.core.distributed.bucket_memory import BucketMemory, num_bytes, trained
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.squared_sums import SquaredSums, all_finite, squared_sums_of_parts
+from megatron.core.distributed.custom_fsdp.bucket_memory import BucketMemory, num_bytes, trained
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.squared_sums import SquaredSums, all_finite, squared_sums_of_parts
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts

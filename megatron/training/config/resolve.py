@@ -21,7 +21,7 @@ import os.path
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.core.distributed import sharding
+from megatron.core.distributed.custom_fsdp import sharding
 from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.models.gpt.stage_schedule import stages_of

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from megatron.core import sharding_table
-from megatron.core.distributed import sharding
-from megatron.core.distributed.custom_fsdp import reshard_policy
+from megatron.core.distributed.custom_fsdp import sharding
 from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.training.config.resolve import grads_sharded, known_vocabulary, weights_sharded
@@ -66,11 +65,11 @@ def outer_cut_of_nothing(c: RuleContext) -> bool:
 
 def policy_keeps_nothing(c: RuleContext) -> bool:
     weights, grads = weights_sharded(c), grads_sharded(c)
-    return reshard_policy.keeps_nothing(c.fsdp_reshard_policy, weights_sharded=weights, grads_sharded=grads)
+    return sharding.keeps_nothing(c.fsdp_reshard_policy, weights_sharded=weights, grads_sharded=grads)
 
 
 def budget_misfits(c: RuleContext) -> bool:
-    return reshard_policy.budget_misfits(c.fsdp_reshard_policy, c.fsdp_memory_budget)
+    return sharding.budget_misfits(c.fsdp_reshard_policy, c.fsdp_memory_budget)
 
 
 def idle_gathers(c: RuleContext) -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.shard_layout import ALIGNMENT, bucket_size_of
-from megatron.core.distributed.sharding import main_grads_dtype, main_params_dtype, residency_of
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.shard_layout import ALIGNMENT, bucket_size_of
+from megatron.core.distributed.custom_fsdp.sharding import main_grads_dtype, main_params_dtype, residency_of
 from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.held.units import StateBytes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
-from megatron.core.distributed.squared_sums import all_finite
+from megatron.core.distributed.custom_fsdp.squared_sums import all_finite
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data

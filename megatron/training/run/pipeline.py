@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.custom_fsdp.unit_events import watch_units
 from megatron.core.distributed.plan_inputs import measured_moves, measured_wire, units_of_all_stages
-from megatron.core.distributed.unit_events import watch_units
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.planned_residency import HeldBytes, StepMoves
@@ -110,7 +110,8 @@ class PipelineRunner:
                 described = planner.chosen.stages_units or session.config.units_of(planner.chosen)
             planner.serve(units_of_all_stages(engine.model, own, described), residency)
             self.wire = measured_wire(engine.model)
-            watch_units(engine.model, [chunk.sink for chunk in engine.chunks], self._boundaries)
+            model, sinks = engine.model, [chunk.sink for chunk in engine.chunks]
+            watch_units(model.unit_modules(), model.unit_of_key(), sinks, self._boundaries)
         else:
             planner.adopt(spec.bare)
         self._executors: dict[tuple[int, PlanPurpose], Executor] = {}  # (microbatches, what for)

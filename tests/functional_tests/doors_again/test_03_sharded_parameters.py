@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
+from megatron.core.distributed.sharded_module.sharded_tensor import ShardedTensor, local_part
 from megatron.core.module import ModelError
 from tests.harness.ranks import run_ranks, share_ranks
 from tests.harness.sharded_training import (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.distributed.squared_sums import all_finite
+from megatron.core.distributed.custom_fsdp.squared_sums import all_finite
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -34,7 +34,7 @@ STEP = "training/run/step.py"
 EXECUTOR, STAGE = "core/pipeline_parallel/runtime/executor.py", "core/pipeline_parallel/runtime/stage.py"
 LAYER, HALVES = "core/transformer/decoder.py", "core/transformer/layer_halves.py"
 SINK = "core/weight_grad.py"
-REDUCER, COLLECTIVES = "core/distributed/grad_reduce_pipeline.py", "core/transport/collectives.py"
+REDUCER, COLLECTIVES = "core/distributed/custom_fsdp/grad_reduce_pipeline.py", "core/transport/collectives.py"
 
 
 class Chains:

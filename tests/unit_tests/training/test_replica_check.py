@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
 from megatron.training.guard.exit_status import ExitStatus, status_of
 from megatron.training.guard.weight_check import (
     ReplicaMismatchError,

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from megatron.core.distributed.custom_fsdp.reshard_policy import POLICIES, ReshardPlanError, check_policy
+from megatron.core.distributed.custom_fsdp.sharding import keeps_nothing
+from megatron.core.pipeline_parallel.plan.residency import POLICIES
 from megatron.core.sharding_table import STRATEGIES, ShardOver, sharding_of
 from megatron.training.config.flag_table import FlagState, spellings
 from megatron.training.config.launch_env import LaunchEnv
@@ -213,12 +214,7 @@ def test_policies_are_refused_where_the_planner_refuses_them(policy, strategy):
         "weights_sharded": row.weights is not ShardOver.NONE,
         "grads_sharded": row.main_grads is not ShardOver.NONE,
     }
-    budget_bytes = 8 if policy == "budget" else None
-    try:
-        check_policy(policy, budget_bytes, **cut)
-        refused = []
-    except ReshardPlanError:
-        refused = ["fsdp-reshard-policy"]
+    refused = ["fsdp-reshard-policy"] * keeps_nothing(policy, **cut)
     words = f"{FSDP} {STRATEGY} {strategy} --fsdp-reshard-policy {policy}{budget}"
     assert [problem.rule for problem in problems_of(words)] == refused
 

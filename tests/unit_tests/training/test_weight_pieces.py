@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.param_meta import ParamMeta
 from megatron.core.rectangles import Rectangle, fill_error
 from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, sharding_of

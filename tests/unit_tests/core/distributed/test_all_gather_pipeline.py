@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.device import Device
-from megatron.core.distributed.all_gather_pipeline import UnitState
+from megatron.core.distributed.custom_fsdp.all_gather_pipeline import UnitState
 from megatron.core.module import ModelError
 from megatron.core.transport.parallel_state import single_process
 from megatron.core.transport.traffic import Moved

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.bucket_memory import (
+from megatron.core.distributed.custom_fsdp.bucket_memory import (
     bucket_name,
     grad_comm_dtype,
     main_grad_dtype,
     main_weight_dtype,
 )
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.shard_layout import Bucket
-from megatron.core.distributed.transient_memory import own_storage, with_memory
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.shard_layout import Bucket
+from megatron.core.distributed.custom_fsdp.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import single_process

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.shared_sums import MAX_PACKED, PartialSums, _cut
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.shared_sums import MAX_PACKED, PartialSums, _cut
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import LOOKUP, ParamMeta, Region
 from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, sharding_of

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket_memory import BucketMemory
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.shard_layout import ALIGNMENT
-from megatron.core.distributed.transient_memory import own_storage
+from megatron.core.distributed.custom_fsdp.bucket_memory import BucketMemory
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.shard_layout import ALIGNMENT
+from megatron.core.distributed.custom_fsdp.transient_memory import own_storage
 from megatron.core.param_meta import LOOKUP, ParamMeta, infer_param_meta
 from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace, sharding_of
 

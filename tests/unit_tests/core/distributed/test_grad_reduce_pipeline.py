@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError, ModelUnit
 from megatron.core.param_meta import LOOKUP, GradRoute, ParamMeta
 from megatron.core.transport import collectives

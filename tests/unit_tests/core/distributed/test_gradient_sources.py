@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.gradient_sources import connect
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.gradient_sources import connect
 from megatron.core.module import ModelChunks, ModelError
 from megatron.core.param_meta import GradRoute, ParamMeta
 from megatron.core.sharding_table import ShardPlace, sharding_of

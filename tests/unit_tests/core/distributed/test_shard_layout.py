@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.distributed.shard_layout import (
+from megatron.core.distributed.custom_fsdp.shard_layout import (
     ALIGNMENT,
     FlatLayout,
     ParamSpec,
@@ -310,5 +310,5 @@ def test_chosen_buckets_are_kept():
 
 def test_is_pure():
     check = "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    code = f"import sys, megatron.core.distributed.shard_layout; {check}"
+    code = f"import sys, megatron.core.distributed.custom_fsdp.shard_layout; {check}"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -46,5 +46,5 @@ def test_a_cut_into_one_part_is_whole():
 
 def test_is_pure():
     check = "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    code = f"import sys, megatron.core.distributed.sharding; {check}"
+    code = f"import sys, megatron.core.distributed.custom_fsdp.sharding; {check}"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.stage_units import find_units_of
+from megatron.core.distributed.custom_fsdp.stage_units import find_units_of
 from megatron.core.module import ModelChunks, ModelError
 from megatron.core.pipeline_parallel.plan.held.units import UnitCosts
 from megatron.core.unit_accesses import Accesses, merged_groups

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.unit_events import hook_units
+from megatron.core.distributed.custom_fsdp.unit_events import hook_units
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import Plan, parse_row
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement

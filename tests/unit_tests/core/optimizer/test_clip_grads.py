@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.distributed.squared_sums import BLOCK, squared_sums, squared_sums_of_parts
+from megatron.core.distributed.custom_fsdp.squared_sums import BLOCK, squared_sums, squared_sums_of_parts
 from megatron.core.optimizer.clip_grads import clip_coefficient, norm_of, zero_counts_of_parts
 
 

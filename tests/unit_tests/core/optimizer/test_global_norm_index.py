@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.squared_sums import squared_sums
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.squared_sums import squared_sums
 from megatron.core.optimizer.clip_grads import norm_of
 from megatron.core.optimizer.mixed_precision import build_optimizer
 from megatron.core.optimizer.optimization_config import OptimizerConfig

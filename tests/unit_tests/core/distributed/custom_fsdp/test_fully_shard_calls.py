@@ -115,15 +115,7 @@ def two_forwards_and_one_backward(ctx) -> None:
         return (token_loss(model, sample) + token_loss(model, sample + 500)) / 2
 
     for strategy in STRATEGIES:
-        for double_buffer in (False, True):
-            check_parity(
-                ctx,
-                net,
-                loss,
-                data_parallel_sharding_strategy=strategy,
-                fsdp_double_buffer=double_buffer and "grads" in strategy,
-                suggested_communication_unit_size=None,
-            )
+        check_parity(ctx, net, loss, data_parallel_sharding_strategy=strategy)
 
 
 def two_forwards_and_two_backwards(ctx) -> None:
@@ -135,24 +127,19 @@ def two_forwards_and_two_backwards(ctx) -> None:
         for deferred in (True, False):
             if strategy in ("no_shard", "optim") and not deferred:
                 continue
-            for double_buffer in (False, True):
-                if double_buffer and (deferred or "grads" not in strategy):
-                    continue
-                model = sharded(
-                    ctx, net, data_parallel_sharding_strategy=strategy, fsdp_double_buffer=double_buffer
-                )
-                updates = torch.optim.AdamW(model.parameters(), lr=1e-2)
-                for step in range(2):
-                    updates.zero_grad()
-                    waiting = []
-                    for index in range(4):
-                        waiting.append(token_loss(model, 1000 * step + index * ctx.world_size + ctx.rank) / 4)
-                        if len(waiting) == 2:
-                            _backward(model, waiting.pop(0), deferred)
-                    _backward(model, waiting.pop(0), False)
-                    updates.step()
-                assert_same_weights(model.full_state_dict(), expected.weights)
-                assert_at_rest(model)
+            model = sharded(ctx, net, data_parallel_sharding_strategy=strategy)
+            updates = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(2):
+                updates.zero_grad()
+                waiting = []
+                for index in range(4):
+                    waiting.append(token_loss(model, 1000 * step + index * ctx.world_size + ctx.rank) / 4)
+                    if len(waiting) == 2:
+                        _backward(model, waiting.pop(0), deferred)
+                _backward(model, waiting.pop(0), False)
+                updates.step()
+            assert_same_weights(model.full_state_dict(), expected.weights)
+            assert_at_rest(model)
 
 
 def _backward(model, loss, deferred: bool) -> None:

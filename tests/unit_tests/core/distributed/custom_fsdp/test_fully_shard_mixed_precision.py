@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket_memory import grad_comm_dtype, main_grad_dtype, main_weight_dtype
+from megatron.core.distributed.custom_fsdp.bucket_memory import (
+    grad_comm_dtype,
+    main_grad_dtype,
+    main_weight_dtype,
+)
 from tests.harness.ranks import run_ranks, share_ranks
 from tests.harness.sharded_training import (
     STRATEGIES,

@@ -1,4 +1,4 @@
-"""`fully_shard`: units inside others, around others, partly frozen; with the double buffer; reentrant checkpoints."""
+"""`fully_shard`: units inside others, around others, partly frozen; reentrant checkpoints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.custom_fsdp.fully_shard import FullyShardedModule, fully_shard
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import FullyShardedModule, fully_shard
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import Block, seeded, vectors
@@ -88,50 +88,25 @@ def weights_stay_while_backward_reads_them(ctx) -> None:
     check_gradients(ctx, seeded(Around), Inner)
 
 
-def the_double_buffer_gives_nested_units_memory_of_their_own(ctx) -> None:
-    wrapped = check_gradients(ctx, seeded(lambda: chain(frozen=False)), Outer, Inner, fsdp_double_buffer=True)
-    nested = [unit.name for unit in wrapped.engine.units if unit.nested]
-    assert nested == ["1.inner", "2.inner"]
-    slots = [wrapped.engine.gathers._memory._slot_of[unit.name] for unit in wrapped.engine.units]
-    assert [slot is None for slot in slots] == [unit.nested for unit in wrapped.engine.units]
-    assert wrapped.engine.memory_tracker.overflows > 0
-
-
 class Checkpointed(nn.Module):
-    """Blocks, each one or one several times, recomputed in the backward."""
+    """A block several times, recomputed in the backward."""
 
-    def __init__(self, *, shared: bool, reentrant: bool) -> None:
+    def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(WIDTH)] if shared else [Partly() for _ in range(6)])
-        self.repeats, self.reentrant = 3 if shared else 1, reentrant
+        self.blocks = nn.ModuleList([Block(WIDTH)])
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in [*self.blocks] * self.repeats:
+        for block in [*self.blocks] * 3:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 
-class Partly(Block):
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-        self.unused = nn.Parameter(torch.zeros(3))
-
-
-def what_the_slots_cannot_hold_is_told(ctx) -> None:
-    """With leaves for inputs and an unused parameter nothing tells that backward is through a unit."""
-    model = Checkpointed(shared=False, reentrant=True).double()
-    wrapped = wrap(ctx, model, Partly, fsdp_double_buffer=True)
-    with pytest.raises(
-        ModelError, match=r"unit 'blocks.\d' needs its slot .*unit 'blocks.\d'.*leave out --fsdp-do"
-    ):
-        wrapped(vectors(0, WIDTH)).sum().backward()
-
-
 def a_module_used_several_times_under_reentrant_checkpointing_is_told(ctx) -> None:
-    check_gradients(ctx, seeded(lambda: Checkpointed(shared=True, reentrant=False).double()), Block)
-    wrapped = wrap(ctx, Checkpointed(shared=True, reentrant=True).double(), Block)
+    check_gradients(ctx, seeded(lambda: Checkpointed(reentrant=False).double()), Block)
+    wrapped = wrap(ctx, Checkpointed(reentrant=True).double(), Block)
     with pytest.raises(
         ModelError, match=r"'blocks.0.*arrived after its unit 'blocks.0' .*use_reentrant=False"
     ):
@@ -140,8 +115,6 @@ def a_module_used_several_times_under_reentrant_checkpointing_is_told(ctx) -> No
 
 CHECKS = (
     weights_stay_while_backward_reads_them,
-    the_double_buffer_gives_nested_units_memory_of_their_own,
-    what_the_slots_cannot_hold_is_told,
     a_module_used_several_times_under_reentrant_checkpointing_is_told,
 )
 

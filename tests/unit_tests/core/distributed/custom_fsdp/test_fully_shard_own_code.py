@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.custom_fsdp.reshard_policy import ReshardPlanError
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
-from megatron.core.distributed.custom_fsdp.step_driver import driver_of
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
+from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.sharded_module.sharded_tensor import ShardedTensor, local_part
+from megatron.core.distributed.sharded_module.step_driver import driver_of
 from megatron.core.module import ModelError
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (
@@ -202,9 +201,9 @@ def configs_make_engines(ctx) -> None:
         return fully_shard(seeded(net), ctx.ps, DistributedDataParallelConfig(**fields))
 
     for cut in ("optim_grads", "optim_grads_params"):  # said when it is built, not in the first forward
-        with pytest.raises(ReshardPlanError, match="--fsdp-memory-budget 5"):
+        with pytest.raises(ModelError, match="fsdp_memory_budget=5"):
             made(data_parallel_sharding_strategy=cut, fsdp_memory_budget=5)
-        with pytest.raises(ReshardPlanError):
+        with pytest.raises(ModelError, match="fsdp_reshard_policy='budget'"):
             made(data_parallel_sharding_strategy=cut, fsdp_reshard_policy="budget")
     given = made(data_parallel_sharding_strategy="optim_grads_params", fsdp_unit_modules=("Block",))
     assert [unit.name for unit in given.engine.units if "blocks" in unit.name] == [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
-from megatron.core.distributed.custom_fsdp.sharded_tensor import local_part
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
+from megatron.core.distributed.sharded_module.sharded_tensor import local_part
 from megatron.core.module import ModelError
 from tests.harness.ranks import run_ranks, share_ranks
 from tests.harness.sharded_training import (

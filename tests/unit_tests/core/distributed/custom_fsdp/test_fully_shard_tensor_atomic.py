@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import data_parallel
-from megatron.core.distributed.custom_fsdp.sharded_tensor import local_part
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharded_module.sharded_tensor import local_part
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import (
     Net,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.custom_fsdp.sharded_tensor import local_part
+from megatron.core.distributed.sharded_module.sharded_tensor import local_part
 from megatron.core.transport import collectives
 from tests.harness.ranks import run_ranks, share_ranks
 from tests.harness.sharded_training import (
@@ -26,7 +26,7 @@ from tests.harness.sharded_training import (
     train_whole,
 )
 
-POLICIES = ("memory", "backward", "step")
+POLICIES = ("memory", "step")
 
 
 def net() -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.transient_memory import AllocatedMemory, DoubleBuffer
+from megatron.core.distributed.custom_fsdp.transient_memory import AllocatedMemory, DoubleBuffer
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 

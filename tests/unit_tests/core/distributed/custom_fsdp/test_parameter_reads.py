@@ -8,7 +8,7 @@ import pickle
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.hooks import ParameterReads
+from megatron.core.distributed.sharded_module.parameter_reads import ParameterReads
 from megatron.core.units import Unit, find_units
 
 

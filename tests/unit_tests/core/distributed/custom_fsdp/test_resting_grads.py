@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.distributed.transient_memory import RestingGrads
+from megatron.core.distributed.custom_fsdp.transient_memory import RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp import shard_parameters
-from megatron.core.distributed.custom_fsdp.shard_parameters import ShardParameters
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharded_module import shard_parameters
+from megatron.core.distributed.sharded_module.shard_parameters import ShardParameters
 from megatron.core.module import ModelError
 from megatron.core.param_meta import infer_param_meta
 from megatron.core.sharding_table import ShardPlace, sharding_of

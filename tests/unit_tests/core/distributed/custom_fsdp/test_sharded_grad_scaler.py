@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from megatron.core.distributed.custom_fsdp.fully_shard import sharded_grad_scaler
-from megatron.core.distributed.custom_fsdp.sharded_tensor import local_part
+from megatron.core.distributed.sharded_module.fully_shard import sharded_grad_scaler
+from megatron.core.distributed.sharded_module.sharded_tensor import local_part
 from tests.harness.ranks import share_ranks
 from tests.harness.sharded_training import Net, assert_same_weights, sharded, token_loss
 

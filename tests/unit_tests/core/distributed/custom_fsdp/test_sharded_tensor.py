@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan
-from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_grad
+from megatron.core.distributed.sharded_module.flat_span import FlatSpan
+from megatron.core.distributed.sharded_module.sharded_tensor import ShardedTensor, local_grad
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta, Region
 from tests.harness.ranks import share_ranks

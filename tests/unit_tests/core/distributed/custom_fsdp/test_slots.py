@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.distributed.transient_memory import plan_slots
+from megatron.core.distributed.custom_fsdp.transient_memory import plan_slots
 
 
 def test_units_take_turns():

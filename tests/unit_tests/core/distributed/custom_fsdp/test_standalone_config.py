@@ -6,18 +6,16 @@ import dataclasses
 
 import pytest
 
-from megatron.core.distributed.custom_fsdp.fully_shard import (
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.sharded_module.fully_shard import (
     OF_SHARDED_GRADIENTS,
     SHARDED_GRADIENTS,
     resolve_standalone,
 )
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.module import ModelError
 
 CHANGED = {
-    "fsdp_double_buffer": True,
     "fsdp_reshard_policy": "step",
-    "fsdp_memory_budget": 5,
     "suggested_communication_unit_size": 9,
     "fsdp_debug": True,
     "megatron_fsdp_grad_comm_dtype": "bf16",
@@ -51,7 +49,7 @@ def test_what_acts_on_cut_gradients_only_is_refused_elsewhere(field):
 
 
 def test_all_of_them_are_named_at_once():
-    with pytest.raises(ModelError, match=r"fsdp_double_buffer, fsdp_reshard_policy, .*leave them out"):
+    with pytest.raises(ModelError, match=r"fsdp_reshard_policy, suggested_.*leave them out"):
         resolved(data_parallel_sharding_strategy="optim", **CHANGED)
 
 

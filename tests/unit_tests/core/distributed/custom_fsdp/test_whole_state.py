@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.custom_fsdp.fully_shard import fully_shard
+from megatron.core.distributed.sharded_module.fully_shard import fully_shard
 from megatron.core.module import ModelError
 from megatron.core.transport.parallel_state import single_process
 from tests.harness.ranks import share_ranks

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.distributed.shard_layout import ALIGNMENT, ParamSpec, plan_layouts
-from megatron.core.distributed.stage_units import find_units_of
+from megatron.core.distributed.custom_fsdp.shard_layout import ALIGNMENT, ParamSpec, plan_layouts
+from megatron.core.distributed.custom_fsdp.stage_units import find_units_of
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec

@@ -7,7 +7,7 @@ from math import inf, nan
 
 import torch
 
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.pipeline_parallel.plan.build import build_plan

@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import nn
 
 from megatron.core import unit_accesses
-from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory, num_bytes
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.shard_layout import bucket_size_of
+from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, BucketMemory, num_bytes
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.shard_layout import bucket_size_of
 from megatron.core.module import MegatronModule, ModelChunks, ModelUnit
 from megatron.core.pipeline_parallel.plan.held.units import Access, Share, StageUnits, UnitCosts
 from megatron.core.sharding_table import Sharding, ShardOver

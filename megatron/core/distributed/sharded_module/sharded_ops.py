@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.custom_fsdp.flat_span import TensorPart
-from megatron.core.distributed.custom_fsdp.sharded_figures import FIGURES, norms, over_ranks, total
+from megatron.core.distributed.sharded_module.flat_span import TensorPart
+from megatron.core.distributed.sharded_module.sharded_figures import FIGURES, norms, over_ranks, total
 from megatron.core.transport import collectives
 
 Args = tuple[Any, ...]

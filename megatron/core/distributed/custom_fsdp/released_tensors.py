@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _python_dispatch as dispatch
 
-from megatron.core.distributed.flat_buffer import BucketMemory, FlatBuffer
+from megatron.core.distributed.custom_fsdp.flat_buffer import BucketMemory, FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 

@@ -3,7 +3,7 @@ asked for (floor 0, pure)."""
 
 from __future__ import annotations
 
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.sharding_table import Sharding, ShardOver, grads_are_sharded, row_name
 
@@ -23,6 +23,18 @@ def debug_in_slots(config: DistributedDataParallelConfig) -> bool:
         and config.fsdp_double_buffer
         and grads_are_sharded(config.data_parallel_sharding_strategy)
     )
+
+
+def budget_misfits(policy: str, budget_bytes: int | None) -> bool:
+    """Whether a budget stands without its policy, or the policy without one."""
+    return (policy == "budget") != (budget_bytes is not None)
+
+
+def keeps_nothing(policy: str, *, weights_sharded: bool, grads_sharded: bool) -> bool:
+    """Whether the strategy, which shards these, leaves --fsdp-reshard-policy nothing to keep."""
+    if policy == "backward":
+        return not weights_sharded
+    return policy != "memory" and not (weights_sharded or grads_sharded)
 
 
 def holds_weights(main: str, weights: str) -> bool:

@@ -8,7 +8,6 @@ their buckets' full weights, accumulators of full gradients.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed import sharding as flags
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.shard_layout import Bucket, FlatLayout
-from megatron.core.distributed.transient_memory import own_storage, with_memory
+from megatron.core.distributed.custom_fsdp import sharding as flags
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.shard_layout import Bucket, FlatLayout
+from megatron.core.distributed.custom_fsdp.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
 from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace
@@ -32,12 +31,6 @@ _NAMES = {dtype: name for name, dtype in _FLAGS.items()}
 # (role "weights" | "grads" | "extra", name of the unit or bucket, elements, dtype, device) -> a 1-D tensor of so many
 # elements, whose storage may be empty.
 NewFull = Callable[[str, str, int, torch.dtype, torch.device], Tensor]
-# Makes parameters' values readable inside, where they lie in memory that comes and goes.
-Reading = Callable[[Sequence[nn.Parameter]], contextlib.AbstractContextManager[None]]
-
-
-def as_they_are(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +170,7 @@ class BufferMaker:
     bucket's can be without memory while they mean nothing: one allocation for all would be there from the first unit of
     the backward on, when activations are at their most.
 
-    new_full: makes transient tensors. reading: a bucket's parameters are read inside it.
+    new_full: makes transient tensors.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -187,7 +180,6 @@ class BufferMaker:
     place: ShardPlace
     device: torch.device
     new_full: NewFull
-    reading: Reading
 
     def make(self, layouts: Sequence[FlatLayout], groups: ArenaGroups | None) -> None:
         cuts = (self.sharding.weights, self.sharding.main_grads, self.sharding.optimizer)
@@ -245,7 +237,7 @@ class BufferMaker:
         memory = BucketMemory(
             index, bucket, arena.trained, weights, whole, arena.gathers_from_main, **trained
         )
-        with with_memory(whole), self.reading([self.parameters[param] for param in bucket.names]):
+        with with_memory(whole):
             if is_sharded:
                 whole.zero_()
             views = self._views(arena, bucket, whole)
@@ -317,5 +309,6 @@ def _repoint(parameter: nn.Parameter, storage: Tensor) -> None:
         made = nn.Parameter(storage.data, requires_grad=parameter.requires_grad)
         torch.utils.swap_tensors(parameter, made)
         return
-    storage.copy_(parameter.detach())
+    if parameter.untyped_storage().nbytes():
+        storage.copy_(parameter.detach())
     parameter.data = storage

@@ -4,24 +4,25 @@
 backward of a step decides whether there is something to add to.
 
 [Note: penalties] What autograd itself adds to a shard's `.grad` (of a penalty on weights, `p.norm()`) would be
-overwritten by the sums over ranks: it is taken from there, and added to the sums when they are complete.
+overwritten by the sums over ranks: `.grad` is put aside meanwhile, and the penalty added to the sums when they are
+complete.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket_memory import trained
-from megatron.core.distributed.custom_fsdp.hooks import in_backward
-from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED, ShardParameters
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.sharded_tensor import local_grad
+from megatron.core.distributed.custom_fsdp.bucket_memory import trained
+from megatron.core.distributed.sharded_module.parameter_reads import in_backward
+from megatron.core.distributed.sharded_module.shard_parameters import UNCOPIED, ShardParameters
+from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
+from megatron.core.distributed.sharded_module.sharded_tensor import local_grad, local_part
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.units import UnitModule
@@ -30,44 +31,37 @@ DRIVER = "_fully_sharded"  # a module's only attribute of ours
 
 
 class StepDriver:
-    """Hooks on a module and its units that begin and end the engine's steps, and the shards in the place of the
-    module's parameters.
+    """Begins and ends the engine's steps, and has the shards in the place of the module's parameters.
 
-    sync: whether the backward that comes next reduces. Each one that does adds to what `zero_grad` has left. used: a
-    forward has run. unit_modules: what the engine's units were made of.
+    taken: shards of calls inside, by the id of the module's own parameter. sync: whether the backward that comes next
+    reduces. Each one that does adds to what `zero_grad` has left. used: a forward has run. unit_modules: what the
+    engine's units were made of.
     """
 
     def __init__(
-        self, module: nn.Module, engine: FullyShardedDataParallel, unit_modules: Sequence[UnitModule]
+        self,
+        module: nn.Module,
+        engine: FullyShardedDataParallel,
+        unit_modules: Sequence[UnitModule],
+        taken: Mapping[int, nn.Parameter],
     ) -> None:
         self.module, self.engine, self.unit_modules = module, engine, unit_modules
-        engine.weights_changed()
-        engine.driver.on_gradient, engine.driver.on_backward = self._contribution, self._arm
         self.sync, self.used = True, False
         self._armed = self._is_last = False  # a backward is under way; it ends the step
-        self._contributed = False  # a gradient has come in this step
         self._held: bool | None = None  # this step adds to what `.grad` held; None before its first backward
         # See [Note: penalties]: shards that have one in the backward under way, and their gradients before.
-        self._aside: dict[str, tuple[nn.Parameter, Tensor | None]] = {}
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._penalties: dict[str, Tensor] = {}  # of this step
         self._holds_sum = False  # the gradients are sums that a next backward adds to
-        self._running: nn.Module | None = None  # the outermost of ours whose forward is under way
-        # The module's own parameters and whether they were trained when it was sharded.
-        self._trained = [(n, p, p.requires_grad) for n, p in module.named_parameters()]
-        self.shards = ShardParameters(engine.buffer, module, engine.ps.tp_group)
+        self._own = dict(module.named_parameters())
+        self.shards = ShardParameters(engine.buffer, module, engine.ps.tp_group, taken)
         engine.release_gradients()
-        parts = (part for unit in engine.units for part in unit.modules)  # may be called without the whole
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-        self._handles = [
-            handle
-            for part in dict.fromkeys((module, *parts))
-            for handle in (
-                part.register_forward_pre_hook(before, prepend=True),
-                part.register_forward_hook(after, always_call=True),
-            )
-        ]
+        self.write_back()
+        driver = engine.driver
+        driver.on_forward, driver.on_backward = self._before, self._arm
+        driver.on_end = functools.partial(self.shards.set_in_forward, False)
         heard = weakref.ref(self)  # a tensor's hook would hold it for ever
-        self._handles += [
+        self._handles = [
             shard.register_hook(functools.partial(_hears_penalty, heard, name))
             for name, shard, _ in self.shards
         ]
@@ -75,11 +69,12 @@ class StepDriver:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(UNCOPIED)
 
-    def release(self) -> None:
-        """The module is a plain one again, whose weights only the engine can still read."""
+    def release(self) -> dict[int, nn.Parameter]:
+        """The module is a plain one again, its weights are those of the shards: these, by the id of a parameter."""
+        self.engine.settle_weights()
         for handle in (*self._handles, *self.engine.hooks):
             handle.remove()
-        self.shards.release()
+        return self.shards.release()
 
     def write_back(self) -> None:
         """After a step of the optimizer: its weights are the model's."""
@@ -89,52 +84,35 @@ class StepDriver:
             self.engine.buffer.copy_main_to_weights()
             self.engine.weights_changed()
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if self._running is None or (module is self.module and not in_backward()):
-            if not in_backward():
-                self._prepare()
-            self._set_running(module)
+    def _before(self) -> None:
+        """A forward begins: weights are the optimizer's, a step has begun."""
+        if not in_backward():
+            training = torch.is_grad_enabled()
+            self._check_parameters(training)
+            self.used = True
+            self.shards.read_whole(False)
+            self.shards.set_in_forward(False)  # an interrupt may have left it
+            self.write_back()
+            if self._armed:
+                self._abandon_step()
+            if training and not self.engine.is_stepping:
+                self._begin_step()
+        self.shards.set_in_forward(True)
 
-    def _set_running(self, module: nn.Module | None) -> None:
-        self._running = module
-        self.shards.set_in_forward(module is not None)
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is self._running:
-            self._set_running(None)
-
-    def _prepare(self) -> None:
-        """Before a forward: weights are the optimizer's, a step has begun."""
-        training = torch.is_grad_enabled()
-        if training:
-            self._check_trained()
-        if not self.used:
-            self._check_sharded()
-        self.used = True
-        self.shards.read_whole(False)
-        self._set_running(None)  # an interrupt may have left it
-        self.write_back()
-        if self._armed:
-            self._abandon_step()
-        if training and not self.engine.is_stepping:
-            self._begin_step()
-
-    def _check_trained(self) -> None:
-        shards = self.shards.registered
+    def _check_parameters(self, training: bool) -> None:
+        shards, was = self.shards.registered, set(self.shards.names)
         changed = [
             name
-            for name, own, was in self._trained
-            if own.requires_grad is not was or shards[name].requires_grad is not was
+            for name, own in self._own.items()
+            if {own.requires_grad, shards[name].requires_grad} != {name in was}
         ]
-        if changed:
+        if changed and training:
             raise ModelError(
                 f"requires_grad of {sorted(changed)} was changed after fully_shard, which cuts memory by it: set it "
                 "before, or leave these parameters out of the optimizer; torch.no_grad() trains nothing"
             )
-
-    def _check_sharded(self) -> None:
-        known = {id(shard) for shard in self.shards.registered.values()}
-        late = [name for name, parameter in self.module.named_parameters() if id(parameter) not in known]
+        known = set() if self.used else {id(shard) for shard in shards.values()}
+        late = [name for name, one in self.module.named_parameters() if known and id(one) not in known]
         if late:
             raise ModelError(
                 f"{late} came with a module that was put in after fully_shard: each rank would train it by itself; "
@@ -143,7 +121,8 @@ class StepDriver:
 
     def _begin_step(self) -> None:
         """See [Note: what a step adds to]."""
-        self._held, self._contributed = None, False
+        self._held = None
+        self.engine.driver.contributed = False
         self._penalties.clear()
         self.engine.begin_step(None, keep_gradients=self._holds_sum and self._has_gradients())
 
@@ -196,11 +175,7 @@ class StepDriver:
                 self.engine.microbatch_done(0, 0)
                 self.engine.finish()
             self._begin_step()
-
-    def _contribution(self) -> None:
-        """A gradient of a parameter comes."""
-        self._arm()
-        self._contributed = True
+        self.engine.driver.free_all()
 
     def _arm(self) -> None:
         """Called inside each backward: when it ends, the microbatch is over."""
@@ -224,9 +199,6 @@ class StepDriver:
             outside.register_hook(self._call_after_backward)  # goes with the node
             return
         self._armed = False
-        for name, (parameter, _) in self._aside.items():
-            penalty, before = local_grad(parameter), self._penalties.get(name)
-            self._penalties[name] = penalty if before is None else before + penalty
         self._put_back()
         self.engine.microbatch_done(0, 0)
         if self._is_last:
@@ -238,7 +210,7 @@ class StepDriver:
         """To the shards, of the step that is over."""
         # A backward to inputs only (torch.autograd.grad) leaves .grad alone, as it does without sharding. sync, on this
         # path only: other ranks may have contributed.
-        known = self._contributed or self._held or self._penalties
+        known = self.engine.driver.contributed or self._held or self._penalties
         if not (known or any(bool(grad.any()) for grad in self.shards.grads)):
             return
         self._holds_sum = True
@@ -252,22 +224,23 @@ class StepDriver:
 
     def _put_back(self) -> None:
         """The backward is over, or has ended with an error."""
-        for parameter, grad in self._aside.values():
-            parameter.grad = grad
+        for parameter, before in self._aside:
+            parameter.grad = before
         self._aside.clear()
 
-    def penalty_begins(self, name: str) -> None:
+    def penalty(self, name: str, grad: Tensor) -> None:
         """Inside a backward, before autograd adds to a shard. See [Note: penalties]."""
         self._arm()
-        if name not in self._aside:
-            parameter = self.shards.registered[name]
-            self._aside[name] = parameter, parameter.grad
-            parameter.grad = None
+        parameter, before = self.shards.registered[name], self._penalties.get(name)
+        own = local_part(grad)
+        self._penalties[name] = own.clone() if before is None else before + own
+        self._aside.append((parameter, parameter.grad))
+        parameter.grad = None
 
 
 def _hears_penalty(driver: weakref.ref[StepDriver], name: str, grad: Tensor) -> None:
     if (heard := driver()) is not None:
-        heard.penalty_begins(name)
+        heard.penalty(name, grad)
 
 
 def driver_of(module: nn.Module) -> StepDriver:

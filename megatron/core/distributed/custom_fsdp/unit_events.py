@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.protocols import UnitListener
 from megatron.core.weight_grad import WeightGradAccumulator
 
@@ -50,11 +49,15 @@ def _watch(module: nn.Module, tell: Callable[[], None]) -> tuple[RemovableHandle
 
 
 def watch_units(
-    model: DistributedDataParallel, sinks: Sequence[WeightGradAccumulator | None], listener: UnitListener
+    unit_modules: Sequence[Sequence[Sequence[nn.Module]]],
+    unit_of_key: Sequence[Mapping[str, int]],
+    sinks: Sequence[WeightGradAccumulator | None],
+    listener: UnitListener,
 ) -> None:
-    """Tell of units that begin: in forwards and backwards by hooks, in W's by the chunks' sinks."""
-    hook_units([tuple(enumerate(units)) for units in model.unit_modules()], listener)
-    for chunk, (sink, unit_of) in enumerate(zip(sinks, model.unit_of_key(), strict=True)):
+    """Tell of units that begin: in forwards and backwards by hooks, in W's by the chunks' sinks. By chunk: the modules
+    of its units, the unit of each of its gradients, its sink."""
+    hook_units([tuple(enumerate(units)) for units in unit_modules], listener)
+    for chunk, (sink, unit_of) in enumerate(zip(sinks, unit_of_key, strict=True)):
         if sink is not None:
             sink.report_units(unit_of, functools.partial(listener.unit_begins, chunk))
 

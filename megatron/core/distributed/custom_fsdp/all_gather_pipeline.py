@@ -17,8 +17,8 @@ from enum import Enum
 
 from torch import Tensor
 
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.transient_memory import AllocatedMemory
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.transient_memory import AllocatedMemory
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.custom_fsdp.flat_span import TensorPart
-from megatron.core.distributed.squared_sums import squared_sums
+from megatron.core.distributed.custom_fsdp.squared_sums import squared_sums
+from megatron.core.distributed.sharded_module.flat_span import TensorPart
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
 

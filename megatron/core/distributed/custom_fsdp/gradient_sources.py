@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.module import ModelChunks, ModelError
 from megatron.core.param_meta import GradRoute
 from megatron.core.protocols import GradListener

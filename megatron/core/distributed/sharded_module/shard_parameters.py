@@ -11,16 +11,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan
-from megatron.core.distributed.custom_fsdp.hooks import OwnParameters, in_backward
-from megatron.core.distributed.custom_fsdp.sharded_tensor import ShardedTensor, local_part
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.sharded_module.flat_span import FlatSpan
+from megatron.core.distributed.sharded_module.parameter_reads import OwnParameters, in_backward
+from megatron.core.distributed.sharded_module.sharded_tensor import ShardedTensor, local_part
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.parallel_state import Group
@@ -95,14 +96,20 @@ class ShardParameters:
     """The shards that this rank holds: those that it trains, and frozen ones. Where every rank has all of them they are
     plain parameters, else `ShardedTensor`s.
 
-    tensor_parallel: the ranks that hold other rectangles. names: of those that are trained. registered: the parameters
-    that are registered now: code that loads may put others there. module: shows the shards as its parameters; none by
-    default. first: id of a parameter of its own -> its first name. in_forward: the module shows its own parameters, as
+    tensor_parallel: the ranks that hold other rectangles. taken: shards that there are, by the id of the module's own
+    parameter; the first `take_changes` brings their values to where the engine reads them. One that was cut otherwise
+    is made whole for that, which communicates. names: of those that are trained. registered: the parameters that are
+    registered now: code that loads may put others there. module: shows the shards as its parameters; none by default.
+    first: id of a parameter of its own -> its first name. in_forward: the module shows its own parameters, as
     it does in a backward; readable: as attributes. may_have_changed: an optimizer has stepped, or a backward has ended.
     """
 
     def __init__(
-        self, buffer: FlatBuffer, module: nn.Module | None = None, tensor_parallel: Group | None = None
+        self,
+        buffer: FlatBuffer,
+        module: nn.Module | None = None,
+        tensor_parallel: Group | None = None,
+        taken: Mapping[int, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self.names, sharding = buffer.names, buffer.sharding
         self.in_forward = self.may_have_changed = False
@@ -115,11 +122,20 @@ class ShardParameters:
             buffer.names, sharding.optimizer
         )
         self._places = {name: _place(buffer, name, cut_of[name], tensor_parallel) for name in self._parts}
+        own = {} if module is None else dict(module.named_parameters())
         # `.data` has a version of its own: what the engine writes to the same memory is no change.
         self.registered = {
-            name: nn.Parameter(self.shown(name, part.data), requires_grad=name in self.names)
+            name: taken[id(own[name])]
+            if name in own and id(own[name]) in taken
+            else nn.Parameter(self.shown(name, part.data), requires_grad=name in self.names)
             for name, part in self._parts.items()
         }
+        for name, shard in self.registered.items():
+            if isinstance(shard, ShardedTensor):
+                place = self._places[name]
+                if not place.agrees(shard.place):
+                    shard.local = place.part_of(shard.full_tensor()).clone()
+                shard.place = place
         self._storages = {name: _storage(part) for name, part in self._parts.items()}
         self._versions = self._current_versions()
         self.first: dict[int, str] = {}
@@ -189,11 +205,12 @@ class ShardParameters:
             for owner, shown in self._shown:
                 owner.__dict__["_parameters"] = shown.in_use()
 
-    def release(self) -> None:
-        """Give the module its own parameters back."""
+    def release(self) -> dict[int, nn.Parameter]:
+        """Give the module its own parameters back: the shards, by the ids of these."""
         for owner, shown in self._shown:
             owner.__dict__["_parameters"] = shown.own
         _LIVE.discard(self)
+        return {own: self.registered[name] for own, name in self.first.items()}
 
     def _take_places(self, module: nn.Module) -> None:
         self.first = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types as _foreach_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_of_clipping
 
-from megatron.core.distributed.custom_fsdp import sharded_ops
-from megatron.core.distributed.custom_fsdp.flat_span import FlatSpan, TensorPart
+from megatron.core.distributed.sharded_module import sharded_ops
+from megatron.core.distributed.sharded_module.flat_span import FlatSpan, TensorPart
 from megatron.core.module import ModelError
 
 

@@ -30,10 +30,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.bucket_memory import ArenaGroups, BucketMemory, trained
-from megatron.core.distributed.flat_buffer import FlatBuffer
-from megatron.core.distributed.shared_sums import PartialSums, SharedSums
-from megatron.core.distributed.transient_memory import AllocatedMemory, RestingGrads
+from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, BucketMemory, trained
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.shared_sums import PartialSums, SharedSums
+from megatron.core.distributed.custom_fsdp.transient_memory import AllocatedMemory, RestingGrads
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir

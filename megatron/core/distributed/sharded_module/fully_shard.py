@@ -18,14 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.custom_fsdp.nested_calls import InnerCalls, lasting_ranks, refuse_optimizers
-from megatron.core.distributed.custom_fsdp.shard_parameters import UNCOPIED
-from megatron.core.distributed.custom_fsdp.sharded_engine import FullyShardedDataParallel
-from megatron.core.distributed.custom_fsdp.step_driver import DRIVER, StepDriver, driver_of
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharding import is_contradicted
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.sharding import is_contradicted
+from megatron.core.distributed.sharded_module.inner_calls import InnerCalls
+from megatron.core.distributed.sharded_module.shard_parameters import UNCOPIED
+from megatron.core.distributed.sharded_module.sharded_engine import (
+    FullyShardedDataParallel,
+    ranks_of,
+    refuse_plans,
+)
+from megatron.core.distributed.sharded_module.step_driver import DRIVER, StepDriver, driver_of
 from megatron.core.module import ModelError
-from megatron.core.sharding_table import STRATEGIES, ShardOver, goes_with_outer, grads_are_sharded
+from megatron.core.sharding_table import STRATEGIES, goes_with_outer, grads_are_sharded
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.units import UnitModule
@@ -49,13 +53,12 @@ def fully_shard(
     config if not given. sync_module_states: all ranks begin with rank 0's weights.
 
     Communicates when called, in forward and in backward. Raises ModelError where units do not fit the module, where it
-    is sharded already, where an optimizer has its parameters, where calls inside differ, or where the config sets what
-    has no effect (`resolve_standalone`); MeshError and ReshardPlanError as the engine.
+    is sharded already, where calls inside differ, or where the config sets what has no effect (`resolve_standalone`);
+    MeshError as the engine.
     """
     _keep_out_of_graphs()
     inner = InnerCalls(module)
-    refuse_optimizers(module)
-    ps = inner.first.ps if mesh is None and inner.first else lasting_ranks(mesh)
+    ps = inner.first.ps if mesh is None and inner.first else ranks_of(mesh)
     if config is None and inner.first:
         config = dataclasses.replace(inner.first.config, fsdp_unit_modules=None)
     else:
@@ -63,13 +66,11 @@ def fully_shard(
         config = dataclasses.replace(config, ddp_average_in_collective=True)
     own_units = config.fsdp_unit_modules or () if fsdp_unit_modules is None else fsdp_unit_modules
     unit_modules = inner.unit_modules(own_units)
-    inner.take_over(ps, config)
+    taken = inner.take_over(ps, config)
     if sync_module_states:
-        broadcast_weights([module], ps, without=inner.places.keys())
-    engine = FullyShardedDataParallel(
-        module, ps, config, fsdp_unit_modules=unit_modules, reading=inner.reading
-    )
-    driver = StepDriver(module, engine, unit_modules)
+        broadcast_weights([module], ps, without=taken.keys())
+    engine = FullyShardedDataParallel(module, ps, config, fsdp_unit_modules=unit_modules)
+    driver = StepDriver(module, engine, unit_modules, taken)
     for one in module.modules():
         if one is module or DRIVER in one.__dict__:  # of a call inside
             one.__dict__[DRIVER] = driver
@@ -114,8 +115,6 @@ class FullyShardedModule(nn.Module):
 
         What it costs: gradients stay whole on every rank until then, as many bytes as all of the model's gradients (4
         an element in fp32). Without it, a backward costs one more reduction, over instances too, and no memory.
-
-        Raises ModelError where gradients share the double buffer's slots, which cannot keep them.
         """
         before = driver_of(self).sync
         FullyShardedModule.set_requires_gradient_sync(self, False)
@@ -125,29 +124,22 @@ class FullyShardedModule(nn.Module):
             driver_of(self).sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """The same from here on, until it is called again: whether backwards reduce. Raises ModelError likewise."""
-        driver, engine = driver_of(self), driver_of(self).engine
-        in_slots = engine.config.fsdp_double_buffer and engine.sharding.main_grads is not ShardOver.NONE
-        if in_slots and not requires_gradient_sync:
-            raise ModelError(
-                "--fsdp-double-buffer: no_sync() keeps the gradients of all units, and two slots hold those of two; "
-                "leave out one of them"
-            )
-        driver.sync = requires_gradient_sync
+        """The same from here on, until it is called again: whether backwards reduce."""
+        driver_of(self).sync = requires_gradient_sync
 
     def unshard(self) -> None:
         """Until `reshard` or the next forward, parameters that are read as attributes are whole. Communicates over
         dp_gather."""
         driver = driver_of(self)
         driver.write_back()
-        driver.engine.driver.gather_for_readers()
+        driver.engine.driver.unshard()
         driver.shards.read_whole(True)
 
     def reshard(self) -> None:
         """Free what `unshard` has gathered."""
         driver = driver_of(self)
         driver.shards.read_whole(False)
-        driver.engine.driver.free_for_readers()
+        driver.engine.driver.reshard()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most max_norm; the norm before.
@@ -184,9 +176,7 @@ class FullyShardedModule(nn.Module):
 
 # Fields that act only where gradients are sharded -> their value where nobody has set them.
 OF_SHARDED_GRADIENTS: dict[str, object] = {
-    "fsdp_double_buffer": False,
     "fsdp_reshard_policy": "memory",
-    "fsdp_memory_budget": None,
     "suggested_communication_unit_size": None,
     "fsdp_debug": False,
     "megatron_fsdp_grad_comm_dtype": "auto",
@@ -202,6 +192,7 @@ def resolve_standalone(
     Raises ModelError where a field is set that the strategy or the ranks leave without effect.
     """
     config = config or DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    refuse_plans(config)
     strategy, told = config.data_parallel_sharding_strategy, config.num_distributed_optimizer_instances
     idle = [field for field, unset in OF_SHARDED_GRADIENTS.items() if getattr(config, field) != unset]
     if idle and strategy not in SHARDED_GRADIENTS:

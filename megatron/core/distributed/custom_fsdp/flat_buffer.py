@@ -26,11 +26,17 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed import bucket_memory
-from megatron.core.distributed.bucket_memory import Arena, ArenaGroups, BucketMemory, num_bytes, trained
-from megatron.core.distributed.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.shard_layout import ParamSpec, Placement, plan_layouts
-from megatron.core.distributed.transient_memory import own_storage, with_memory
+from megatron.core.distributed.custom_fsdp import bucket_memory
+from megatron.core.distributed.custom_fsdp.bucket_memory import (
+    Arena,
+    ArenaGroups,
+    BucketMemory,
+    num_bytes,
+    trained,
+)
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.custom_fsdp.shard_layout import ParamSpec, Placement, plan_layouts
+from megatron.core.distributed.custom_fsdp.transient_memory import own_storage, with_memory
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
@@ -46,11 +52,12 @@ class FlatBuffer:
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket (config's
     sizes of buckets have no effect); None: all are one.
-    new_full: makes transient tensors. reading: a bucket's parameters are read inside it. groups: who gathers and
-    reduces; None where nobody does. tracker: is told of weights that are rounded for checkpoints.
+    new_full: makes transient tensors. groups: who gathers and reduces; None where nobody does. tracker: is told of
+    weights that are rounded for checkpoints.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
-    the meta device get memory here and no value: the caller fills them (`write_weight`).
+    the meta device, and those of another buffer that have no memory now, get memory here and no value: the caller fills
+    them (`write_weight`).
     """
 
     def __init__(
@@ -65,7 +72,6 @@ class FlatBuffer:
         stages: Mapping[str, int] | None = None,
         units: Mapping[str, str] | None = None,
         new_full: bucket_memory.NewFull = own_storage,
-        reading: bucket_memory.Reading = bucket_memory.as_they_are,
         placement: Placement = "flat",
         groups: ArenaGroups | None = None,
         tracker: MemoryTracker | None = None,
@@ -87,7 +93,7 @@ class FlatBuffer:
             placement=placement,
         )
         made = bucket_memory.BufferMaker(
-            parameters, self.param_meta, config, sharding, place, device, new_full, reading
+            parameters, self.param_meta, config, sharding, place, device, new_full
         )
         made.make(layouts, groups)
         self.arenas, self.buckets = tuple(made.arenas), tuple(made.buckets)

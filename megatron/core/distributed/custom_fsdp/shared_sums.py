@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import region_parts
 from megatron.core.sharding_table import ShardOver
