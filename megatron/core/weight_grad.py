@@ -58,7 +58,9 @@ def accumulate_wgrad(
         main_grad.addmm_(dy.t(), x)
     elif main_grad.dtype == dy.dtype:
         main_grad.addmm_(dy.t(), x, beta=0.0 if overwrite else 1.0, alpha=scale)
-    elif len(main_grad) > rows and kind_of(dy.device) == "cpu":  # neither the narrow product nor its wide copy is ever whole
+    elif (
+        len(main_grad) > rows and kind_of(dy.device) == "cpu"
+    ):  # neither the narrow product nor its wide copy is ever whole
         for part, columns in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
             add_gradient(part, columns.t() @ x, overwrite=overwrite, scale=scale)
     else:

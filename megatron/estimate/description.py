@@ -20,8 +20,8 @@ OUTSIDE = "outside"  # in place of a path, of what a stage is handed
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One computation of a module. products, attention: FLOPs of matrix products with weights, and of products of
-    activations with each other. moved_bytes: what everything else reads and writes. made_bytes: the most that it had made
-    and not let go at once."""
+    activations with each other. moved_bytes: what everything else reads and writes. made_bytes: the most that it had
+    made and not let go at once."""
 
     products: int = 0
     attention: int = 0
@@ -68,8 +68,8 @@ class ModuleFigures:
 class Ends:
     """What a piece is handed and hands on, and their gradients the other way.
 
-    input_bytes: 0 where it begins the model; output_bytes: 0 where it ends it. keeps_input, keeps_output: whether it keeps
-    these from F to B. files_back: whether it files what it hands back. maker, back_maker: the paths of who makes
+    input_bytes: 0 where it begins the model; output_bytes: 0 where it ends it. keeps_input, keeps_output: whether it
+    keeps these from F to B. files_back: whether it files what it hands back. maker, back_maker: the paths of who makes
     what it hands on, and back.
     """
 
@@ -86,8 +86,10 @@ class Ends:
 class Piece:
     """A part of a model through which a microbatch passes: an embedding, a layer, a head, or several of them in a row.
 
-    modules: by path in the model. most_bytes: by computation, the most that there was at once, beyond what was there when
-    it began. collectives: payload bytes by (computation, group, kind).
+    modules: by path in the model. most_bytes: by computation, the most that there was at once, beyond what was there
+    when it began; of several pieces in a row exact for F, else within the bytes of hidden states: what is gathered for
+    the next piece meanwhile, or copied at a stage's end, is not seen in one. collectives: payload bytes by
+    (computation, group, kind).
     """
 
     modules: Mapping[str, ModuleFigures]
@@ -159,7 +161,9 @@ class Piece:
 
     def _most(self, other: Piece, computation: str) -> int:
         first, second = (self, other) if computation == "F" else (other, self)
-        return max(first.most_bytes[computation], first.left_bytes(computation) + second.most_bytes[computation])
+        return max(
+            first.most_bytes[computation], first.left_bytes(computation) + second.most_bytes[computation]
+        )
 
     def _sum(self, name: str) -> int:
         return sum(getattr(one, name) for one in self.modules.values())
@@ -197,8 +201,8 @@ class ModelDescription:
         hidden = self.embedding.ends.output_bytes
         if not pieces:  # it hands on what it gets
             pieces = [Piece({}, Ends(hidden, hidden), dict.fromkeys(COMPUTATIONS, 0))]
-        ends = dataclasses.replace(pieces[0].ends, keeps_input=True)  # a stage keeps what it was handed
-        return functools.reduce(Piece.then, pieces[1:], dataclasses.replace(pieces[0], ends=ends))
+        kept = dataclasses.replace(pieces[0].ends, keeps_input=not embeds)  # a stage keeps what it was handed
+        return functools.reduce(Piece.then, pieces[1:], dataclasses.replace(pieces[0], ends=kept))
 
 
 def renumbered(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Piece:
@@ -211,6 +215,7 @@ def renumbered(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Piece:
                 return own + path[len(name) :]
         return path
 
-    makers = {"maker": renamed(piece.ends.maker), "back_maker": renamed(piece.ends.back_maker)}
+    makers = renamed(piece.ends.maker), renamed(piece.ends.back_maker)
+    ends = dataclasses.replace(piece.ends, maker=makers[0], back_maker=makers[1])
     modules = {renamed(path): one for path, one in piece.modules.items()}
-    return dataclasses.replace(piece, modules=modules, ends=dataclasses.replace(piece.ends, **makers))
+    return dataclasses.replace(piece, modules=modules, ends=ends)

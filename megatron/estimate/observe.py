@@ -17,6 +17,7 @@ from megatron.core.transport.parallel_state import Group
 from megatron.estimate.description import Ends, ModuleFigures, Piece, Work
 from megatron.estimate.watch import Handed, Watch, place_of
 
+_Computation = Callable[[int, Tensor | None], Tensor | None]
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
@@ -25,7 +26,8 @@ class Part:
     """A part of a model, to be observed.
 
     forward: of one microbatch, from hidden states to hidden states (None where it begins the model), or to the number
-    to differentiate where it ends the model. hidden: shape and dtype of such states. main_grads: what gradients are accumulated in. groups: whose collectives are counted.
+    to differentiate where it ends the model. hidden: shape and dtype of such states. main_grads: what gradients are
+    accumulated in. groups: whose collectives are counted.
     """
 
     model: MegatronModule
@@ -82,7 +84,7 @@ class _Microbatch:
             return tensor
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
-            output = self._compute("F", lambda: stage.forward(0, hidden))
+            output = self._compute("F", stage.forward, hidden)
         saves_input = hidden is not None and place_of(hidden) in saved
         output_bytes = 0 if output is None else output.nbytes
         maker, handed_on = watch.maker(output), _storage(output)
@@ -91,7 +93,7 @@ class _Microbatch:
         self.kept, keeps_output = watch.held() - with_input, handed_on() is not None
         grad = None if like is None else watch.hand(like)
         back = stage.backward_input if split else stage.backward
-        answer = self._compute("B" if split else "BW", lambda: back(0, grad))
+        answer = self._compute("B" if split else "BW", back, grad)
         back_maker, handed_back = watch.maker(answer), _storage(answer)
         del grad, answer
         self.filed = watch.held() - before
@@ -105,13 +107,13 @@ class _Microbatch:
             back_maker=back_maker,
         )
         if split:
-            self._compute("W", lambda: stage.backward_weight(0))
+            self._compute("W", lambda number, _: stage.backward_weight(number), None)
         stage.check_empty()
 
-    def _compute(self, name: str, run: Callable[[], Tensor | None]) -> Tensor | None:
+    def _compute(self, name: str, run: _Computation, handed: Tensor | None) -> Tensor | None:
         before = self._moved()
         with self._watch.computing():
-            out = run()
+            out = run(0, handed)
         self.work[name], self.most[name] = self._watch.work(), self._watch.most
         moved = self._moved() - before
         self.collectives |= {(name, group, kind): size for (group, kind), size in moved.items()}

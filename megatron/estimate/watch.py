@@ -1,9 +1,9 @@
 """Which module makes which memory and computes what, looked at from outside: no layer has a line for it.
 
-[Note: whose it is] Every operation below autograd passes by. It belongs to the module whose parameter it reads, or whose
-gradient it adds to; else to the innermost module on the stack of Python; in a backward to that of the node of autograd
-that it is in, which was made in some module's forward. A storage belongs to the module that has made it: so it is seen
-whether autograd saves it, a sink files it, or a layer keeps it for itself.
+[Note: whose it is] Every operation below autograd passes by. It belongs to the module whose parameter it reads, or
+whose gradient it adds to; else to the innermost module on the stack of Python; in a backward to that of the node of
+autograd that it is in, which was made in some module's forward. A storage belongs to the module that has made it: so it
+is seen whether autograd saves it, a sink files it, or a layer keeps it for itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class Watch(TorchDispatchMode):
 
     def work(self) -> dict[str, Work]:
         """Of the last computation, by path."""
-        return {path: Work(**sums, made_bytes=self._most_made[path]) for path, sums in self._sums.items()}
+        works = {path: Work(**sums, made_bytes=self._most_made[path]) for path, sums in self._sums.items()}
+        return {path: work for path, work in works.items() if work != Work()}
 
     def held(self) -> Counter[str]:
         """Bytes that are there now, by the path of who made them."""
@@ -126,11 +128,9 @@ class Watch(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         read = (self._owners.get(place_of(tensor)) for tensor in inputs)
         path = self._added_to or next((one for one in read if one is not None), None)
-        frame = sys._getframe(1)
-        while path is None and (frame := frame.f_back) is not None:
-            code = frame.f_code
-            if code.co_argcount and code.co_varnames[0] == "self":
-                path = self._paths.get(id(frame.f_locals["self"]))
+        frame: FrameType | None = sys._getframe(2)
+        while path is None and frame is not None:
+            path, frame = self._paths.get(_owner_of(frame)), frame.f_back
         if path is None:
             return "" if node is None else self._of_nodes.get(node._sequence_nr(), "")
         # The node of autograd that this operation is in the forward of was the last to be made.
@@ -168,6 +168,18 @@ class Watch(TorchDispatchMode):
         self._now -= num_bytes
         if computation == self._computation:
             self._made[path] -= num_bytes
+
+
+def _owner_of(frame: FrameType) -> int:
+    """The identity of a method's object."""
+    code = frame.f_code
+    if not code.co_argcount or code.co_varnames[0] != "self":
+        return 0
+    variables = frame.f_locals
+    owner = id(variables["self"])
+    if isinstance(variables, dict):  # until Python 3.12 a copy, which would keep what the frame lets go
+        variables.clear()
+    return owner
 
 
 def place_of(tensor: Tensor) -> int:

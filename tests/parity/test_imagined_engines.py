@@ -1,6 +1,5 @@
 """Engines of an imagined world hold, to the byte, what engines of forked ranks hold."""
 
-import dataclasses
 import functools
 import time
 
@@ -114,16 +113,14 @@ def test_16_layers_of_70b_width_are_built_in_well_under_a_second():
 
 def test_any_rank_of_512():
     config = wide(
-        f"--num-layers 80 --global-batch-size 512 --tensor-model-parallel-size 8 --sequence-parallel "
-        f"--pipeline-model-parallel-size 8 --use-distributed-optimizer --padded-vocab-size 128256",
+        "--num-layers 16 --global-batch-size 512 --tensor-model-parallel-size 8 --sequence-parallel "
+        "--pipeline-model-parallel-size 8 --use-distributed-optimizer --padded-vocab-size 128256",
         512,
     )
-    grid = config.grid()
-    for rank in (0, 301, 511):
-        engines = imagined_engines(config, rank)
-        assert rank in engines
-        assert len(engines) == 64
-        tracker = engines[rank].memory_tracker
-        held = sum(parameter.numel() for parameter in engines[rank].model.buffer._weights.values())
-        assert tracker.live("moments") == pytest.approx(8 * held / grid.dp, rel=1e-3)
-        assert dataclasses.asdict(grid)["dp"] == 8
+    engines = imagined_engines(config, 301)
+    assert 301 in engines
+    assert len(engines) == 64
+    for engine in engines.values():
+        held = sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.module.parameters())
+        assert engine.memory_tracker.live("weights") == pytest.approx(2 * held, rel=1e-4)
+        assert engine.memory_tracker.live("moments") == pytest.approx(8 * held / config.grid().dp, rel=1e-4)

@@ -25,9 +25,7 @@ def fused_attention(
     causal, grouped = allowed is None, q.shape[1] != k.shape[1]
     if q.is_meta and (out := _by_name(q, k, v, allowed, dropout, scale)) is not None:
         return out
-    return F.scaled_dot_product_attention(
-        q, k, v, allowed, dropout, causal, scale=scale, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(q, k, v, allowed, dropout, causal, scale=scale, enable_gqa=grouped)
 
 
 def _by_name(

@@ -55,13 +55,13 @@ class ImaginedWorld:
         """Of one of its ranks."""
         return imagined_state(self._part, rank, self.device, self)
 
-    def _run(self, body: Callable[[ParallelState], _T], rank: int) -> _T | None:
+    def _run(self, body: Callable[[ParallelState], _T], rank: int) -> _T:
         try:
             with imagining(self.device):
                 return body(self.state(rank))
         except BaseException as error:
             self._failure = self._failure or error
-            return None
+            raise
         finally:
             with self._changed:
                 self._left.add(rank)

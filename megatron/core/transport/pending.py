@@ -60,8 +60,8 @@ class Pending:
 
 
 class Call(NamedTuple):
-    """A collective that may be called many times. prepare: takes memory, and returns what starts it: in an imagined world
-    nothing is started, all else is done. payload_bytes: what it counts as; 0 where that was counted."""
+    """A collective that may be called many times. prepare: takes memory, and returns what starts it: in an imagined
+    world nothing is started, all else is done. payload_bytes: what it counts as; 0 where that was counted."""
 
     op: str
     group: Group

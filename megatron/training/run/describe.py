@@ -25,7 +25,7 @@ from megatron.training.run.build import params_dtype, part_of_model
 def described_model(
     config: Config, ps: ParallelState, stages: Sequence[StageSpec], *, keeps_gathered: bool = False
 ) -> ModelDescription:
-    """The GPT of the flags on a rank, one that is there or one of an imagined world. stages: for which it will be asked.
+    """The GPT of the flags on a rank, one that is there or one of an imagined world. stages: that it will be asked for.
     keeps_gathered: F keeps what sequence parallel has gathered. Communicates over tp."""
     with imagining(ps.device), torch.device(ps.device.torch_device):
         return ModelParts(config, ps, keeps_gathered).of_stages(stages)
@@ -51,7 +51,9 @@ class ModelParts:
         built = self._built(config, layers=numbers).decoder.layers
         kinds = tuple(_kind(built[str(number)]) for number in numbers)
         # A layer by itself keeps all, whatever is recomputed.
-        alone = config if model.recompute_granularity != "full" else config.replace(recompute_granularity=None)
+        alone = (
+            config if model.recompute_granularity != "full" else config.replace(recompute_granularity=None)
+        )
         runs: dict[tuple[str, ...], Sequence[int]] = {}
         for spec in stages:
             for first, end, recomputed in model.recompute_chunks(len(spec.layers)):

@@ -18,7 +18,9 @@ def test_all_ranks_of_one_copy_of_the_model_run_and_hear_each_other():
 
     def body(ps):
         assert ps.dp_rank == 1
-        return host_data.all_gather_json(ps.rank, ps.mp_group), host_data.all_gather_json(ps.rank, ps.tp_group)
+        return host_data.all_gather_json(ps.rank, ps.mp_group), host_data.all_gather_json(
+            ps.rank, ps.tp_group
+        )
 
     assert world.run(body) == {
         2: ([2, 3, 10, 11], [2, 3]),
