@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.words import size_text
-from megatron.estimate.description import ModuleFigures, Piece
+from megatron.estimate.description import ModelPiece, ModuleFigures
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
@@ -49,7 +49,7 @@ def ranks_of(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(rank: int, stages: Any, engine: Engine, pieces: list[Piece]) -> dict[str, Any]:
+def _row(rank: int, stages: Any, engine: Engine, pieces: list[ModelPiece]) -> dict[str, Any]:
     modules: dict[str, ModuleFigures] = {}
     for piece in pieces:
         for path, figures in piece.modules.items():

@@ -18,7 +18,7 @@ OUTSIDE = "outside"  # in place of a path, of what a stage is handed
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ComputationFigures:
     """One computation of a module. products, attention: FLOPs of matrix products with weights, and of products of
     activations with each other. moved_bytes: what everything else reads and writes. made_bytes: the most that it had
     made and not let go at once."""
@@ -28,9 +28,9 @@ class Work:
     moved_bytes: int = 0
     made_bytes: int = 0
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: ComputationFigures) -> ComputationFigures:
         """Of two pieces, one after the other."""
-        return Work(
+        return ComputationFigures(
             self.products + other.products,
             self.attention + other.attention,
             self.moved_bytes + other.moved_bytes,
@@ -50,7 +50,7 @@ class ModuleFigures:
     lasting_bytes: int = 0
     kept_bytes: int = 0
     filed_bytes: int = 0
-    work: Mapping[str, Work] = dataclasses.field(default_factory=dict)
+    work: Mapping[str, ComputationFigures] = dataclasses.field(default_factory=dict)
 
     def beside(self, other: ModuleFigures) -> ModuleFigures:
         """Of one path in two pieces: what the module has is there once, what a microbatch needs is added."""
@@ -60,7 +60,10 @@ class ModuleFigures:
             max(self.lasting_bytes, other.lasting_bytes),
             self.kept_bytes + other.kept_bytes,
             self.filed_bytes + other.filed_bytes,
-            {name: self.work.get(name, Work()) + other.work.get(name, Work()) for name in sorted(names)},
+            {
+                name: self.work.get(name, ComputationFigures()) + other.work.get(name, ComputationFigures())
+                for name in sorted(names)
+            },
         )
 
 
@@ -83,7 +86,7 @@ class Ends:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ModelPiece:
     """A part of a model through which a microbatch passes: an embedding, a layer, a head, or several of them in a row.
 
     modules: by path in the model. most_bytes: by computation, the most that there was at once, beyond what was there
@@ -115,8 +118,8 @@ class Piece:
         """From B to W."""
         return self._sum("filed_bytes")
 
-    def work(self, computation: str) -> Work:
-        none = Work()
+    def work(self, computation: str) -> ComputationFigures:
+        none = ComputationFigures()
         return sum((one.work.get(computation, none) for one in self.modules.values()), none)
 
     def left_bytes(self, computation: str) -> int:
@@ -131,7 +134,7 @@ class Piece:
             "BW": ends.input_bytes - kept - ends.output_bytes,
         }[computation]
 
-    def then(self, other: Piece) -> Piece:
+    def then(self, other: ModelPiece) -> ModelPiece:
         """Both in a row. What the first hands on is what the second is handed."""
         mine, its = self.ends, other.ends
         assert mine.output_bytes == its.input_bytes, (
@@ -157,9 +160,9 @@ class Piece:
             its.maker,
             mine.back_maker,
         )
-        return Piece(modules, ends, most, dict(Counter(self.collectives) + Counter(other.collectives)))
+        return ModelPiece(modules, ends, most, dict(Counter(self.collectives) + Counter(other.collectives)))
 
-    def _most(self, other: Piece, computation: str) -> int:
+    def _most(self, other: ModelPiece, computation: str) -> int:
         first, second = (self, other) if computation == "F" else (other, self)
         return max(
             first.most_bytes[computation], first.left_bytes(computation) + second.most_bytes[computation]
@@ -177,15 +180,15 @@ class ModelDescription:
     recomputed: layers of these kinds that are recomputed together, as layers 0, 1, ...
     """
 
-    embedding: Piece
-    head: Piece
+    embedding: ModelPiece
+    head: ModelPiece
     layers: tuple[str, ...]
-    kinds: Mapping[str, Piece]
-    recomputed: Mapping[tuple[str, ...], Piece] = dataclasses.field(default_factory=dict)
+    kinds: Mapping[str, ModelPiece]
+    recomputed: Mapping[tuple[str, ...], ModelPiece] = dataclasses.field(default_factory=dict)
 
     def stage(
         self, layers: Sequence[int], chunks: Iterable[tuple[int, int, bool]], *, embeds: bool, ends: bool
-    ) -> Piece:
+    ) -> ModelPiece:
         """Any part of the model as one piece. layers: their numbers. chunks: `TransformerConfig.recompute_chunks` of
         them."""
         pieces = [self.embedding] * embeds
@@ -200,12 +203,12 @@ class ModelDescription:
         pieces += [self.head] * ends
         hidden = self.embedding.ends.output_bytes
         if not pieces:  # it hands on what it gets
-            pieces = [Piece({}, Ends(hidden, hidden), dict.fromkeys(COMPUTATIONS, 0))]
+            pieces = [ModelPiece({}, Ends(hidden, hidden), dict.fromkeys(COMPUTATIONS, 0))]
         kept = dataclasses.replace(pieces[0].ends, keeps_input=not embeds)  # a stage keeps what it was handed
-        return functools.reduce(Piece.then, pieces[1:], dataclasses.replace(pieces[0], ends=kept))
+        return functools.reduce(ModelPiece.then, pieces[1:], dataclasses.replace(pieces[0], ends=kept))
 
 
-def renumbered(piece: Piece, old: Sequence[int], new: Sequence[int]) -> Piece:
+def renumbered(piece: ModelPiece, old: Sequence[int], new: Sequence[int]) -> ModelPiece:
     """With other numbers of its layers."""
     names = {layer_name(before): layer_name(after) for before, after in zip(old, new, strict=True)}
 

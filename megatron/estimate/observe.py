@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.core.module import MegatronModule
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport.parallel_state import Group
-from megatron.estimate.description import Ends, ModuleFigures, Piece, Work
+from megatron.estimate.description import ComputationFigures, Ends, ModelPiece, ModuleFigures
 from megatron.estimate.watch import Handed, Watch, place_of
 
 _Computation = Callable[[int, Tensor | None], Tensor | None]
@@ -22,7 +22,7 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ObservedPart:
     """A part of a model, to be observed.
 
     forward: of one microbatch, from hidden states to hidden states (None where it begins the model), or to the number
@@ -38,7 +38,7 @@ class Part:
     groups: Iterable[Group] = ()
 
 
-def observe(part: Part) -> Piece:
+def observe(part: ObservedPart) -> ModelPiece:
     """Its figures. Runs three microbatches, the first of which makes what lasts."""
     stage = ModelStage(
         lambda _, hidden: part.forward(hidden),
@@ -62,15 +62,15 @@ def observe(part: Part) -> Piece:
         )
         for path in sorted(paths)
     }
-    return Piece(modules, split.ends, split.most | whole.most, whole.collectives | split.collectives)
+    return ModelPiece(modules, split.ends, split.most | whole.most, whole.collectives | split.collectives)
 
 
 class _Microbatch:
     """One, run. split: B and W, else BW. kept, filed: bytes by path; work: by computation, then path."""
 
-    def __init__(self, part: Part, watch: Watch, stage: ModelStage, *, split: bool) -> None:
+    def __init__(self, part: ObservedPart, watch: Watch, stage: ModelStage, *, split: bool) -> None:
         self._groups, self._watch = tuple(part.groups), watch
-        self.work: dict[str, dict[str, Work]] = {}
+        self.work: dict[str, dict[str, ComputationFigures]] = {}
         self.most: dict[str, int] = {}
         self.collectives: dict[tuple[str, str, str], int] = {}
         before = watch.held()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.module import MegatronModule
-from megatron.estimate.description import OUTSIDE, Work
+from megatron.estimate.description import OUTSIDE, ComputationFigures
 
 # Where a product's factors are among its arguments; those of batches are of activations with each other.
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1}
@@ -68,10 +68,13 @@ class Watch(TorchDispatchMode):
         self._begin()
         yield
 
-    def work(self) -> dict[str, Work]:
+    def work(self) -> dict[str, ComputationFigures]:
         """Of the last computation, by path."""
-        works = {path: Work(**sums, made_bytes=self._most_made[path]) for path, sums in self._sums.items()}
-        return {path: work for path, work in works.items() if work != Work()}
+        works = {
+            path: ComputationFigures(**sums, made_bytes=self._most_made[path])
+            for path, sums in self._sums.items()
+        }
+        return {path: work for path, work in works.items() if work != ComputationFigures()}
 
     def held(self) -> Counter[str]:
         """Bytes that are there now, by the path of who made them."""

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.transport.parallel_state import single_process
 from megatron.estimate.description import COMPUTATIONS, ModuleFigures
-from megatron.estimate.observe import Part, observe
+from megatron.estimate.observe import ObservedPart, observe
 from megatron.training.config.config import flops_per_token
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
@@ -168,7 +168,7 @@ def test_what_a_layer_does_besides_is_seen_by_module(how):
                 model.set_input_tensor(states)
                 return model()
 
-            piece[name] = observe(Part(model, forward, hidden, False, torch.float32))
+            piece[name] = observe(ObservedPart(model, forward, hidden, False, torch.float32))
     path = "decoder.layers.2.mlp"
     plain, odd = piece["does nothing"].modules, piece[how].modules
     before, after = plain.get(path, ModuleFigures()), odd[path]

@@ -16,8 +16,8 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.sharding_table import ShardOver
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.estimate.description import ModelDescription, Piece, renumbered
-from megatron.estimate.observe import Part, observe
+from megatron.estimate.description import ModelDescription, ModelPiece, renumbered
+from megatron.estimate.observe import ObservedPart, observe
 from megatron.training.config.config import Config
 from megatron.training.run.build import params_dtype, part_of_model
 
@@ -72,13 +72,13 @@ class ModelParts:
         given = {"layers": (), "pre_process": False, "post_process": False} | part
         return part_of_model(config, tp=self._tp, **given)
 
-    def piece(self, config: Config, **part: Any) -> Piece:
+    def piece(self, config: Config, **part: Any) -> ModelPiece:
         """What is observed of a part of the model, its layers numbered from 0. part: as in `part_of_model`."""
         model = self._built(config, **part)
         model.context.grads.keeps_gathered = self._keeps_gathered
         hidden = None if model.pre_process else self._hidden
         ends, groups = model.post_process, self._groups
-        seen = observe(Part(model, _forward(config, model), hidden, ends, self._main_grads, groups))
+        seen = observe(ObservedPart(model, _forward(config, model), hidden, ends, self._main_grads, groups))
         layers = [int(number) for number in model.decoder.layers]
         return renumbered(seen, layers, range(len(layers)))
 

