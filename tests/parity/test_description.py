@@ -12,7 +12,7 @@ from megatron.core.models.gpt.parameter_count import unit_parameters
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.transport.parallel_state import single_process
-from megatron.estimate.description import COMPUTATIONS, ModuleFigures
+from megatron.estimate.description import COMPUTATIONS, ComputationFigures, ModuleFigures
 from megatron.estimate.observe import ObservedPart, observe
 from megatron.training.config.config import flops_per_token
 from megatron.training.config.launch_env import LaunchEnv
@@ -105,13 +105,13 @@ def pieces_of(description):
 
 
 def without(piece, **figures):
-    """Modules with some figures of their work replaced."""
-    return {
-        path: dataclasses.replace(
-            one, work={name: dataclasses.replace(work, **figures) for name, work in one.work.items()}
-        )
-        for path, one in piece.modules.items()
-    }
+    """Modules with some figures of their work replaced; what then does nothing is left out."""
+    modules = {}
+    for path, one in piece.modules.items():
+        work = {name: dataclasses.replace(done, **figures) for name, done in one.work.items()}
+        work = {name: done for name, done in work.items() if done != ComputationFigures()}
+        modules[path] = dataclasses.replace(one, work=work)
+    return {path: one for path, one in modules.items() if one != ModuleFigures()}
 
 
 def without_made(piece):
