@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -50,14 +51,24 @@ class MemoryFigures:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What this rank computes on. `index` is the CUDA device's number on this machine, 0 on CPU."""
+    """What this rank computes on. `index` is the CUDA device's number on this machine, 0 on CPU.
+
+    imagined: one of this kind that need not be here: its tensors have shapes and no memory (torch's meta device).
+    """
 
     kind: DeviceKind
     index: int = 0
+    imagined: bool = False
 
     @property
     def torch_device(self) -> torch.device:
+        if self.imagined:
+            return torch.device("meta")
         return torch.device("cuda", self.index) if self.kind == "cuda" else torch.device("cpu")
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.kind == "cuda" and not self.imagined
 
     @property
     def backend(self) -> str:
@@ -71,7 +82,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for everything queued on the device. Does nothing on CPU, where nothing is queued."""
-        if self.kind == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize(self.index)
 
     def record_use(self, tensor: Tensor) -> None:
@@ -79,11 +90,11 @@ class Device:
 
         For a tensor made on one stream and used on another. Does nothing on CPU.
         """
-        if self.kind == "cuda":
+        if self._is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self.index))
 
     def memory(self) -> MemoryFigures:
-        if self.kind == "cuda":
+        if self._is_cuda:
             return MemoryFigures(
                 torch.cuda.memory_allocated(self.index),
                 torch.cuda.max_memory_allocated(self.index),
@@ -97,14 +108,14 @@ class Device:
 
     def total_bytes(self) -> int | None:
         """Of the device's memory; None on CPU, whose memory is not this process's alone."""
-        if self.kind == "cuda":
+        if self._is_cuda:
             return int(torch.cuda.get_device_properties(self.index).total_memory)
         return None
 
     def free_bytes(self) -> int | None:
         """Of the device's memory, what nobody holds and what torch has put by; on CPU of the machine's, None where the
         system does not say."""
-        if self.kind == "cuda":
+        if self._is_cuda:
             free, _ = torch.cuda.mem_get_info(self.index)
             kept = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
             return int(free) + kept
@@ -112,7 +123,7 @@ class Device:
 
     def used_bytes(self) -> int | None:
         """Of the device's memory, by all processes, as nvidia-smi says; None on CPU."""
-        if self.kind == "cuda":
+        if self._is_cuda:
             free, total = torch.cuda.mem_get_info(self.index)
             return int(total - free)
         return None
@@ -122,13 +133,13 @@ class Device:
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
         """What torch's profiler records here."""
         every = torch.profiler.ProfilerActivity
-        return [every.CPU, every.CUDA] if self.kind == "cuda" else [every.CPU]
+        return [every.CPU, every.CUDA] if self._is_cuda else [every.CPU]
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
         """What nsys captures between cudaProfilerStart and cudaProfilerStop, with torch's operations and the shapes of
         their inputs as ranges of NVTX. Does nothing on CPU."""
-        if self.kind == "cpu":
+        if not self._is_cuda:
             yield
             return
         torch.cuda.profiler.start()
@@ -140,33 +151,33 @@ class Device:
 
     def nvtx_range(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """A range of what nsys captures. Nothing on CPU."""
-        return torch.cuda.nvtx.range(name) if self.kind == "cuda" else contextlib.nullcontext()
+        return torch.cuda.nvtx.range(name) if self._is_cuda else contextlib.nullcontext()
 
     def record_memory_history(self) -> bool:
         """From now on torch remembers each allocation on the device. False on CPU, where there is no such history."""
-        if self.kind == "cuda":
+        if self._is_cuda:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_HISTORY)
-        return self.kind == "cuda"
+        return self._is_cuda
 
     def write_memory_snapshot(self, path: str) -> None:
         """The history so far, in the format of pytorch.org/memory_viz. Raises OSError. Not on CPU."""
-        assert self.kind == "cuda", "a snapshot of no device"
+        assert self._is_cuda, "a snapshot of no device"
         torch.cuda.memory._dump_snapshot(path)
 
     def rng_states(self) -> dict[str, Tensor]:
         """The states of torch's default generators, as byte tensors [n]: what a checkpoint keeps."""
-        own = {"cuda": torch.cuda.get_rng_state(self.index)} if self.kind == "cuda" else {}
+        own = {"cuda": torch.cuda.get_rng_state(self.index)} if self._is_cuda else {}
         return {"cpu": torch.get_rng_state(), **own}
 
     def set_rng_states(self, states: dict[str, Tensor]) -> None:
         """Put `rng_states` back; states of a kind of device that is not here are passed over."""
         torch.set_rng_state(states["cpu"])
-        if self.kind == "cuda" and "cuda" in states:
+        if self._is_cuda and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.index)
 
     def allow_tf32(self, allowed: bool) -> None:
         """Whether fp32 matrix products may round their inputs to TF32 (CUDA; nothing to choose on CPU)."""
-        if self.kind == "cuda":
+        if self._is_cuda:
             torch.backends.cuda.matmul.allow_tf32 = allowed
             torch.backends.cudnn.allow_tf32 = allowed
 
@@ -203,6 +214,39 @@ def device_in_use(kind: str | None = None) -> Device:
     return Device("cpu") if kind == "cpu" else Device("cuda", torch.cuda.current_device())
 
 
+_imagined_kind: ContextVar[DeviceKind] = ContextVar("what torch's meta device stands for", default="cpu")
+
+
+@contextlib.contextmanager
+def imagining(device: Device) -> Iterator[None]:
+    """Inside, in this thread, tensors of torch's meta device are those of `device`."""
+    before = _imagined_kind.set(device.kind)
+    try:
+        yield
+    finally:
+        _imagined_kind.reset(before)
+
+
+def kind_of(where: torch.device) -> DeviceKind:
+    """What a tensor's device is, or what it stands for: for whoever computes in another way on another kind."""
+    if where.type == "meta":
+        return _imagined_kind.get()
+    return "cuda" if where.type == "cuda" else "cpu"
+
+
+def default_generator(where: torch.device) -> torch.Generator:
+    """What kernels there draw from that take no generator."""
+    if where.type == "cuda":
+        index = torch.cuda.current_device() if where.index is None else where.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def new_generator(where: torch.device, seed: int) -> torch.Generator | None:
+    """One of its own, from a seed, for draws on a device; None where nothing is drawn."""
+    return None if where.type == "meta" else torch.Generator(device=where).manual_seed(seed)
+
+
 LAUNCHES_WORTH = 16
 
 
@@ -222,7 +266,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_short(a: Tensor, b: Tensor) -> bool:
-    return a.dtype in _HALVES and a.is_cpu and a.numel() * b.numel() <= SHORT * a.shape[-1]
+    return a.dtype in _HALVES and kind_of(a.device) == "cpu" and a.numel() * b.numel() <= SHORT * a.shape[-1]
 
 
 def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
@@ -231,7 +275,7 @@ def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
     in_cache: on CPU, so many that the loop's temporaries stay in a core's cache. On CUDA no cache holds them and every
     kernel costs a launch, so it is LAUNCHES_WORTH times as many, which still bounds the temporaries.
     """
-    return in_cache * LAUNCHES_WORTH if tensor.is_cuda else in_cache
+    return in_cache * LAUNCHES_WORTH if kind_of(tensor.device) == "cuda" else in_cache
 
 
 def available_cores() -> int:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.device import elements_at_a_time, product
+from megatron.core.device import elements_at_a_time, kind_of, product
 from megatron.core.protocols import GradListener, Operand, WeightGradSink
 
 Contribution = tuple[str, "Tensor | Operand | None", Tensor]  # key, x, dy as in `WeightGradSink.put`
@@ -61,7 +61,9 @@ def accumulate_wgrad(
             main_grad.addmm_(dy, x)
         return
     rows = max(1, WIDENED_ELEMENTS // inputs)
-    if dy.is_cpu and outputs > rows:  # neither the narrow product nor its wide copy is ever whole
+    if (
+        kind_of(dy.device) == "cpu" and outputs > rows
+    ):  # neither the narrow product nor its wide copy is ever whole
         for part, columns in zip(main_grad.split(rows), dy.split(rows), strict=True):
             add_gradient(part, product(columns, x), overwrite=overwrite, scale=scale)
     else:

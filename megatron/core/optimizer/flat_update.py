@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megatron.core.device import kind_of
 from megatron.core.distributed.custom_fsdp.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.custom_fsdp.shard_layout import BufferSpan
@@ -36,7 +37,7 @@ Batches = Iterable[tuple[Mapping[int, Tensor], bool]]
 
 def vector_of(device: torch.device) -> int:
     """Elements that slices are multiples of. CUDA's kernels treat all elements alike."""
-    return VECTOR if device.type == "cpu" else 1
+    return VECTOR if kind_of(device) == "cpu" else 1
 
 
 class ParamGroup(TypedDict):

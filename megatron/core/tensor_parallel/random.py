@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron import names_of
+from megatron.core.device import default_generator, new_generator
 from megatron.core.module import ModelContext
 from megatron.core.param_meta import InitKind, ParamMeta
 from megatron.core.tensor_parallel.functions import Kept, apply
@@ -61,7 +62,7 @@ def drop(x: Tensor, probability: float, site: DropoutSite) -> tuple[Tensor, Tens
     """(x with elements dropped, bool: which are left); without a probability x itself and None. As `dropout`."""
     if probability == 0.0:
         return x, None
-    generator = torch.Generator(device=x.device).manual_seed(site.seed())
+    generator = new_generator(x.device, site.seed())
     keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     keep.bernoulli_(1.0 - probability, generator=generator)
     return drop_others(x, keep, probability), keep
@@ -102,11 +103,7 @@ def seeded_default_generator(device: torch.device, seed: int) -> Iterator[None]:
 
     For kernels that draw by themselves and take no generator (dropout inside attention).
     """
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
-    else:
-        generator = torch.default_generator
+    generator = default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed)
     try:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
@@ -20,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import DropoutSite, dropout, seeded_default_generator
 from megatron.core.tensor_parallel.sink_module import Band, LayerFactory
+from megatron.core.transformer.fused_attention import fused_attention
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
@@ -126,11 +126,9 @@ class CoreAttention(nn.Module):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         probability = self.dropout if self.training else 0.0
-        allowed, grouped = None if mask is None else ~mask, q.shape[1] != k.shape[1]
+        allowed = None if mask is None else ~mask
         with seeded_default_generator(q.device, self.site.seed()) if probability else nullcontext():
-            return F.scaled_dot_product_attention(
-                q, k, v, allowed, probability, mask is None, scale=self.scale, enable_gqa=grouped
-            )
+            return fused_attention(q, k, v, allowed, probability, self.scale)
 
     def _exact(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         heads_per_group = q.shape[1] // k.shape[1]

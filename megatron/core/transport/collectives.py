@@ -30,7 +30,7 @@ from megatron.core.transport.pending import Call, Kept, Pending
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group, ParallelState  # uses these
-    from megatron.core.transport.pending import Begun, Running
+    from megatron.core.transport.pending import Prepared, Running
     from megatron.core.transport.shm_transport import ShmTransport
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -45,10 +45,8 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool 
     if group.size == 1:
         return Pending("all_reduce", group)
 
-    def begin() -> Begun:
-        return dist.all_reduce(tensor, _OPS[op], group.process_group, async_op=True), None, ()
-
-    return Call("all_reduce", group, begin, (tensor,), tensor.nbytes).launch(async_op)
+    start = functools.partial(dist.all_reduce, tensor, _OPS[op], group.process_group, async_op=True)
+    return Call("all_reduce", group, lambda: (start, None, ()), (tensor,), tensor.nbytes).launch(async_op)
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -72,8 +70,8 @@ def all_gather_units(pairs: Pairs, group: Group, *, async_op: bool = True) -> Pe
         for row, input in _own_rows(flat, 0):
             row.copy_(input)
         return Pending("all_gather", group)
-    begin = (_gather_each if group.backend == "gloo" else _gather_at_once)(flat, group)
-    return _first_call("all_gather", group, begin, pairs, 0, None).launch(async_op)
+    prepare = (_gather_each if group.backend == "gloo" else _gather_at_once)(flat, group)
+    return _first_call("all_gather", group, prepare, pairs, 0, None).launch(async_op)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
@@ -107,8 +105,8 @@ def reduce_scatter_units(items: Pairs, group: Group, *, accumulate: bool, async_
         for shard, full in flat:
             _take(shard, full[0], accumulate)
         return Pending("reduce_scatter", group)
-    begin = _reduce(flat, group, accumulate)
-    return _first_call("reduce_scatter", group, begin, items, 1, accumulate).launch(async_op)
+    prepare = _reduce(flat, group, accumulate)
+    return _first_call("reduce_scatter", group, prepare, items, 1, accumulate).launch(async_op)
 
 
 def sum_gradients(bucket: Tensor, group: Group) -> Pending:
@@ -126,25 +124,25 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     group.traffic.count("all_reduce", bucket.nbytes)
     reduce = _reduce([(share, parts)], group, False)
 
-    def begin() -> Begun:
-        work, sum_parts, temporaries = reduce()
+    def prepare() -> Prepared:
+        start, sum_parts, temporaries = reduce()
 
         def gather_sums() -> None:
             if sum_parts is not None:
                 sum_parts()
             Call("all_gather", group, _gather_each([(parts, share)], group), (bucket,)).launch(False)
 
-        return work, gather_sums, temporaries
+        return start, gather_sums, temporaries
 
-    return Call("sum_gradients", group, begin, (bucket,)).launch(True)
+    return Call("sum_gradients", group, prepare, (bucket,)).launch(True)
 
 
 def _first_call(
-    op: str, group: Group, begin: Callable[[], Begun], pairs: Pairs, whole: int, key: bool | None
+    op: str, group: Group, prepare: Callable[[], Prepared], pairs: Pairs, whole: int, key: bool | None
 ) -> Call:
     """Kept where pairs are. whole: which of each pair is the full buffer, as traffic is counted."""
     payload = sum(pair[whole].nbytes for pair in pairs)
-    call = Call(op, group, begin, tuple(itertools.chain.from_iterable(pairs)), payload)
+    call = Call(op, group, prepare, tuple(itertools.chain.from_iterable(pairs)), payload)
     if isinstance(pairs, Kept):
         pairs.calls[key] = call
     return call
@@ -164,44 +162,43 @@ def _own_rows(flat: Pairs, rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(row, input) for row, input in rows if row.data_ptr() != input.data_ptr()]
 
 
-def _gather_each(flat: Pairs, group: Group) -> Callable[[], Begun]:
+def _gather_each(flat: Pairs, group: Group) -> Callable[[], Prepared]:
     """All-gather on gloo."""
     if host := _on_host([input for _, input in flat], group):
         call = host.all_gather(flat)
-        return lambda: (call(), None, ())
+        return lambda: (call, None, ())
     own = _own_rows(flat, group.rank)
 
-    def begin() -> Begun:
+    def start() -> Running:
         work = gather_in_pairs(flat, _process_group(group))
         for row, input in own:
             row.copy_(input)
-        return work, None, ()
+        return work
 
-    return begin
+    return lambda: (start, None, ())
 
 
-def _gather_at_once(flat: Pairs, group: Group) -> Callable[[], Begun]:
+def _gather_at_once(flat: Pairs, group: Group) -> Callable[[], Prepared]:
     """All-gather by the backend; several as bytes, since one of its calls takes one type."""
     as_bytes = [(output.view(-1).view(torch.uint8), input.view(torch.uint8)) for output, input in flat]
 
-    def begin() -> Begun:
+    def start() -> Running:
         if len(flat) == 1:
             output, input = flat[0]
-            work = _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
-            return work, None, ()
+            return _all_gather_flat(output.view(-1), input, group=group.process_group, async_op=True)
         with dist._coalescing_manager(group.process_group, async_ops=True) as together:
             for pair in as_bytes:
                 _all_gather_flat(*pair, group=group.process_group, async_op=True)
-        return Works(together.works), None, ()
+        return Works(together.works)
 
-    return begin
+    return lambda: (start, None, ())
 
 
-def _reduce(flat: Pairs, group: Group, accumulate: bool) -> Callable[[], Begun]:
+def _reduce(flat: Pairs, group: Group, accumulate: bool) -> Callable[[], Prepared]:
     """Reduce-scatter of each (shard [n], full [size, n]), by the best way that the group has."""
     if host := _on_host([full[1:] for _, full in flat], group):
         call = host.reduce_scatter(flat, accumulate)
-        return lambda: (call(), None, ())
+        return lambda: (call, None, ())
     way = _exchange if group.backend == "gloo" else _reduce_at_once
     return functools.partial(way, flat, group, accumulate)
 
@@ -211,7 +208,7 @@ def _on_host(tensors: Sequence[Tensor], group: Group) -> ShmTransport | None:
     return group.shm if group.shm is not None and group.shm.fits(tensors) else None
 
 
-def _exchange(flat: Pairs, group: Group, accumulate: bool) -> Begun:
+def _exchange(flat: Pairs, group: Group, accumulate: bool) -> Prepared:
     """Reduce-scatter on gloo: slices to their owners, each of whom sums his own in rank order."""
     received = [full.new_empty(group.size - 1, full.shape[1]) for _, full in flat]
 
@@ -220,11 +217,13 @@ def _exchange(flat: Pairs, group: Group, accumulate: bool) -> Begun:
             in_order = [*others[: group.rank], full[group.rank], *others[group.rank :]]
             add_in_rank_order(in_order, shard, accumulate=accumulate)
 
-    work = exchange_in_pairs([full for _, full in flat], received, _process_group(group))
-    return work, finish, tuple(received)
+    def start() -> Running:
+        return exchange_in_pairs([full for _, full in flat], received, _process_group(group))
+
+    return start, finish, tuple(received)
 
 
-def _reduce_at_once(flat: Pairs, group: Group, accumulate: bool) -> Begun:
+def _reduce_at_once(flat: Pairs, group: Group, accumulate: bool) -> Prepared:
     """Reduce-scatter by the backend: into the shard itself where its type is full's and nothing is added."""
     direct = [not accumulate and shard.dtype == full.dtype for shard, full in flat]
     totals = [
@@ -236,7 +235,7 @@ def _reduce_at_once(flat: Pairs, group: Group, accumulate: bool) -> Begun:
     def start_one(full: Tensor, total: Tensor) -> dist.Work:
         return _reduce_scatter_flat(total, full.view(-1), group=group.process_group, async_op=True)
 
-    def call() -> Running:
+    def start() -> Running:
         if len(flat) == 1:
             return start_one(flat[0][1], totals[0])
         works = []
@@ -254,7 +253,7 @@ def _reduce_at_once(flat: Pairs, group: Group, accumulate: bool) -> Begun:
                 _take(shard, total, accumulate)
                 group.device.record_use(total)
 
-    return call(), finish, temporaries
+    return start, finish, temporaries
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool = False) -> Pending:
@@ -262,11 +261,10 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, async_op: bool =
     if group.size == 1:
         return Pending("broadcast", group)
 
-    def begin() -> Begun:
-        work = dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True)
-        return work, None, ()
-
-    return Call("broadcast", group, begin, (tensor,), tensor.nbytes).launch(async_op)
+    start = functools.partial(
+        dist.broadcast, tensor, group=group.process_group, group_src=source, async_op=True
+    )
+    return Call("broadcast", group, lambda: (start, None, ()), (tensor,), tensor.nbytes).launch(async_op)
 
 
 def broadcast_weights(
@@ -285,7 +283,7 @@ def barrier(group: Group) -> None:
 
     Raises PeerLostError.
     """
-    if group.size == 1:
+    if group.size == 1 or group.peers is not None:
         return
     group.tell("barrier")
     started, all_came = time.monotonic(), functools.partial(dist.barrier, group.process_group)

@@ -15,6 +15,8 @@ def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
     """Every rank's bytes, in group order. For small host data: lengths first, then padded to the longest."""
     if group.size == 1:
         return [data]
+    if group.peers is not None:
+        return group.peers.all_gather(data, group)
     device = _device(group)
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
     collectives.all_gather(lengths, torch.tensor([len(data)], device=device), group)

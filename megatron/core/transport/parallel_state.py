@@ -16,7 +16,7 @@ import datetime
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -32,13 +32,22 @@ _T = TypeVar("_T")
 Observer = Callable[[str, str, tuple[int, ...]], None]  # (operation, purpose, ranks)
 
 
+class ImaginedPeers(Protocol):
+    """What the ranks of an imagined world tell each other."""
+
+    def all_gather(self, data: bytes, group: Group) -> list[bytes]:
+        """Every rank's bytes, in group order: `host_data.all_gather_bytes`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Ranks that talk for one purpose, seen from one of them.
 
     ranks: world ranks in group order. rank: this rank's place among them. process_group: None for a group of
     one, which never communicates. observer: hears of every collective before it begins. traffic: what its collectives
-    have moved. shm: what moves tensors between its ranks without messages, where there is one.
+    have moved. shm: what moves tensors between its ranks without messages, where there is one. peers: those of an
+    imagined group, which has size and rank and no communicator: its collectives take memory, are counted, and move
+    nothing.
     """
 
     purpose: str
@@ -51,6 +60,7 @@ class Group:
     observer: Observer | None = None
     traffic: TrafficCounter = dataclasses.field(default_factory=TrafficCounter, compare=False, repr=False)
     shm: ShmTransport | None = dataclasses.field(default=None, repr=False)
+    peers: ImaginedPeers | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -238,6 +248,17 @@ def single_process(
     """A world of one: no process group, no communication at all."""
     alone = WorldPart((0,), RankGrid(world_size=1))
     return make_state_of_parts([alone], 0, device or current_device(), timeout)
+
+
+def imagined_state(part: WorldPart, rank: int, device: Device, peers: ImaginedPeers) -> ParallelState:
+    """A rank of a world that is not there. Communicates with nobody."""
+    groups: dict[str, Group] = {}
+    for purpose in PURPOSES:
+        ranks = part.own_ranks(purpose, rank)
+        where = _backend(purpose, device), None, device, DEFAULT_TIMEOUT
+        others = peers if len(ranks) > 1 else None
+        groups[purpose.name] = Group(purpose.name, ranks, ranks.index(rank), *where, peers=others)
+    return ParallelState(rank, len(part.ranks), part.grid, device, MappingProxyType(groups))
 
 
 def _backend(purpose: Purpose, device: Device) -> str:

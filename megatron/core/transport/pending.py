@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from megatron.core.transport.shm_transport import Operation
 
     Running: TypeAlias = dist.Work | Works | Operation
-    # The work under way, what is to be done once it has arrived, temporaries.
-    Begun: TypeAlias = tuple[Running, Callable[[], None] | None, tuple[Tensor, ...]]
+    # What starts it, what is to be done once the data has arrived, temporaries.
+    Prepared: TypeAlias = tuple[Callable[[], Running], Callable[[], None] | None, tuple[Tensor, ...]]
+
+_ARRIVED = Works(())  # of a group that talks to nobody: there is nothing to wait for
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,23 +60,25 @@ class Pending:
 
 
 class Call(NamedTuple):
-    """A collective that may be called many times. payload_bytes: what it counts as; 0 where that was counted."""
+    """A collective that may be called many times. prepare: takes memory, and returns what starts it: in an imagined
+    world nothing is started, all else is done. payload_bytes: what it counts as; 0 where that was counted."""
 
     op: str
     group: Group
-    begin: Callable[[], Begun]
+    prepare: Callable[[], Prepared]
     buffers: tuple[Tensor, ...]
     payload_bytes: int = 0
 
     def launch(self, async_op: bool, over: Group | None = None) -> Pending:
-        op, group, begin, buffers, payload_bytes = self
+        op, group, prepare, buffers, payload_bytes = self
         assert over in (None, group), f"{op} kept for {group.purpose}, called over {over}"
         if payload_bytes:
             group.traffic.count(op, payload_bytes)
         group.tell(op)
         started = time.monotonic()
         try:
-            work, finish, temporaries = begin()
+            start, finish, temporaries = prepare()
+            work = start() if group.peers is None else _ARRIVED
         except RuntimeError as error:
             blame(error, op, group, started)
         pending = Pending(op, group, work, buffers + temporaries, finish)

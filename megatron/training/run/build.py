@@ -5,6 +5,7 @@ model_provider, once a chunk -> data parallel engine (flat buffers) -> initial w
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -12,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from megatron.core.device import Device, DeviceKind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
@@ -30,6 +32,7 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
 from megatron.core.transport import host_data
 from megatron.core.transport.collectives import broadcast_weights
+from megatron.core.transport.imagined import ImaginedWorld
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
 from megatron.training.engine import Chunk, Engine
@@ -138,6 +141,23 @@ def build_engine(
     model.release_gradients()
     scheduler, scaler = scheduler_of(config, optimizer.param_groups), build_grad_scaler(config.optimizer)
     return Engine(chunks, model, meta, optimizer, scheduler, scaler)
+
+
+def imagined_world(config: Config, rank: int = 0) -> ImaginedWorld:
+    """All ranks of one copy of the model, that of `rank`, on devices of the flags' kind. Raises RankGridError."""
+    kind: DeviceKind = "cuda" if config.parallel.distributed_backend == "nccl" else "cpu"
+    instances = config.ddp.num_distributed_optimizer_instances
+    return ImaginedWorld(config.grid(), Device(kind, imagined=True), rank=rank, instances=instances)
+
+
+def imagined_engines(config: Config, rank: int = 0) -> dict[int, Engine]:
+    """What `build_engine` builds on each rank of `imagined_world`, on tensors without memory, by rank."""
+    planner = config.planner()
+
+    def build(ps: ParallelState) -> Engine:
+        return build_engine(config, ps, functools.partial(build_gpt_model, config, ps), planner)
+
+    return imagined_world(config, rank).run(build)
 
 
 def scheduler_of(config: Config, param_groups: Sequence[ParamGroup]) -> OptimizerParamScheduler:

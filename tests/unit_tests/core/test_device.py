@@ -121,6 +121,6 @@ def test_free_memory_is_some_of_the_machine():
 
 
 def test_blocks_fit_the_cache_on_cpu_and_are_worth_a_launch_on_cuda():
-    on_gpu = types.SimpleNamespace(is_cuda=True)
+    on_gpu = types.SimpleNamespace(device=torch.device("cuda"))
     assert elements_at_a_time(torch.empty(0), 1 << 18) == 1 << 18
     assert elements_at_a_time(on_gpu, 1 << 18) == 1 << 22

@@ -1,0 +1,1 @@
+"""What a model takes, seen by running it on tensors without memory."""

@@ -1,0 +1,110 @@
+"""The model of a launch line as plain data: its pieces, run on tensors without memory and looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.device import imagining
+from megatron.core.distributed.bucket_memory import grad_comm_dtype, main_grad_dtype
+from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.models.gpt.loss import gpt_loss
+from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.sharding_table import ShardOver
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.estimate.description import ModelDescription, ModelPiece, renumbered
+from megatron.estimate.observe import ObservedPart, observe
+from megatron.training.config.config import Config
+from megatron.training.run.build import params_dtype, part_of_model
+
+
+def described_model(
+    config: Config, ps: ParallelState, stages: Sequence[StageSpec], *, keeps_gathered: bool = False
+) -> ModelDescription:
+    """The GPT of the flags on a rank, one that is there or one of an imagined world. stages: that it will be asked for.
+    keeps_gathered: F keeps what sequence parallel has gathered. Communicates over tp."""
+    with imagining(ps.device), torch.device(ps.device.torch_device):
+        return ModelParts(config, ps, keeps_gathered).of_stages(stages)
+
+
+class ModelParts:
+    """Builds parts of the model on torch's default device, and observes them."""
+
+    def __init__(self, config: Config, ps: ParallelState, keeps_gathered: bool) -> None:
+        self._config, self._groups, self._keeps_gathered = config, ps.groups.values(), keeps_gathered
+        self._tp = TensorParallel.of(ps, config.parallel.sequence_parallel)
+        dtype, sharding = params_dtype(config), config.sharding
+        of_wire = sharding is not None and sharding.main_grads is not ShardOver.NONE
+        self._main_grads = (grad_comm_dtype if of_wire else main_grad_dtype)(dtype, config.ddp)
+        # One of everything that a stage is handed.
+        with torch.no_grad():
+            states = _forward(config, self._built(config, pre_process=True))(None)
+        self._hidden = states.shape, states.dtype
+
+    def of_stages(self, stages: Sequence[StageSpec]) -> ModelDescription:
+        config = self._config
+        model, numbers = config.model, range(config.model.num_layers or 0)
+        built = self._built(config, layers=numbers).decoder.layers
+        kinds = tuple(_kind(built[str(number)]) for number in numbers)
+        # A layer by itself keeps all, whatever is recomputed.
+        alone = (
+            config if model.recompute_granularity != "full" else config.replace(recompute_granularity=None)
+        )
+        runs: dict[tuple[str, ...], Sequence[int]] = {}
+        for spec in stages:
+            for first, end, recomputed in model.recompute_chunks(len(spec.layers)):
+                held = spec.layers[first:end]
+                if recomputed:
+                    runs.setdefault(tuple(kinds[number] for number in held), held)
+        return ModelDescription(
+            self.piece(config, pre_process=True),
+            self.piece(config, post_process=True),
+            kinds,
+            {kind: self.piece(alone, layers=[kinds.index(kind)]) for kind in dict.fromkeys(kinds)},
+            {held: self.piece(config, layers=layers) for held, layers in runs.items()},
+        )
+
+    def _built(self, config: Config, **part: Any) -> GPTModel:
+        given = {"layers": (), "pre_process": False, "post_process": False} | part
+        return part_of_model(config, tp=self._tp, **given)
+
+    def piece(self, config: Config, **part: Any) -> ModelPiece:
+        """What is observed of a part of the model, its layers numbered from 0. part: as in `part_of_model`."""
+        model = self._built(config, **part)
+        model.context.grads.keeps_gathered = self._keeps_gathered
+        hidden = None if model.pre_process else self._hidden
+        ends, groups = model.post_process, self._groups
+        seen = observe(ObservedPart(model, _forward(config, model), hidden, ends, self._main_grads, groups))
+        layers = [int(number) for number in model.decoder.layers]
+        return renumbered(seen, layers, range(len(layers)))
+
+
+def _forward(config: Config, model: GPTModel) -> Callable[[Tensor | None], Tensor]:
+    """One microbatch of a part of the model. Its batch is there before, and is no part of what it takes."""
+    shape = config.training.micro_batch_size, config.model.seq_length
+    assert shape[1] is not None, "a model without a sequence length"
+    ids, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    loss_mask = torch.ones(shape)
+    mask = None
+    if config.data.reset_attention_mask:
+        mask = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
+
+    def forward(hidden: Tensor | None) -> Tensor:
+        model.context.begin_microbatch(1, 0, 0)
+        if hidden is not None:
+            model.set_input_tensor(hidden)
+        out: Tensor = model(ids, positions, mask, labels=ids if model.post_process else None)
+        return gpt_loss(loss_mask, out)[0] if model.post_process else out
+
+    return forward
+
+
+def _kind(layer: nn.Module) -> str:
+    """The same for layers of the same modules and shapes."""
+    modules = (f"{path}:{type(module).__name__}" for path, module in layer.named_modules())
+    shapes = (f"{name}{list(one.shape)}" for name, one in layer.named_parameters())
+    return " ".join((*modules, *shapes))
