@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import imagining
-from megatron.core.distributed.bucket_memory import grad_comm_dtype, main_grad_dtype
+from megatron.core.distributed.custom_fsdp.bucket_memory import grad_comm_dtype, main_grad_dtype
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.models.gpt.stage_layers import StageSpec
