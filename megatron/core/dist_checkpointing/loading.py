@@ -90,9 +90,10 @@ def load_pieces(
 def planned_reads(source: TensorSource, pieces: Iterable[LocalPiece]) -> Iterator[Read]:
     """What of which chunks makes up the pieces of this rank."""
     for piece in place_pieces(pieces).values():
-        entry, target = source.tensors[piece.name], piece.tensor.detach()
-        for chunk, inside, at in parts_of(entry, Rectangle(tuple(piece.offset), tuple(target.shape))):
-            yield Read(chunk, entry.dtype, inside, target[at.slices])
+        entry, box = source.tensors[piece.name], Rectangle(tuple(piece.offset), tuple(piece.tensor.shape))
+        for chunk, inside, at in parts_of(entry, box):
+            # Detached last: a rounded copy of main weights is read-only, and so is what is cut out of it.
+            yield Read(chunk, entry.dtype, inside, piece.tensor[at.slices].detach())
 
 
 def check_pieces(
