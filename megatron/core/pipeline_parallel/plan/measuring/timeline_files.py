@@ -223,12 +223,17 @@ def read_timeline(directory: Path) -> list[MeasuredStep]:
             except PlanError as error:
                 raise PlanError(f"iteration {iteration}: {error}") from None
         plan, lanes = plans[of_plan]
-        begin = min(part.spans[0].start_s for part in parts if part.spans)
+        # Seconds since 1970 have no room for nanoseconds in a float: each rank's clock counts from the first one's.
+        clocks = [round(part.header.clock_unix_s - parts[0].header.clock_unix_s, 9) for part in parts]
+        begin = min(
+            part.spans[0].start_s + clock for part, clock in zip(parts, clocks, strict=True) if part.spans
+        )
         spans = tuple(
             tuple(
-                OpTimes(one.start_s - begin, one.end_s - begin, one.wait_s, one.lane_s) for one in part.spans
+                OpTimes(one.start_s + clock - begin, one.end_s + clock - begin, one.wait_s, one.lane_s)
+                for one in part.spans
             )
-            for part in parts
+            for part, clock in zip(parts, clocks, strict=True)
         )
         at_rest = None if lanes is None else tuple(part.header.at_rest or 0 for part in parts)
         links = tuple(part.header.link_ns for part in parts)
@@ -261,7 +266,7 @@ def _parts(file: Path) -> list[_RankPart]:
                     continue
                 if header is None:
                     raise PlanError("an operation before the header")
-                iteration, op, times = _operation(content, header.clock_unix_s)
+                iteration, op, times = _operation(content)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise PlanError(f"{file}, line {number}: no line of a timeline: {error}") from None
             last = parts[-1] if parts else None
@@ -289,7 +294,7 @@ def _header(content: dict[str, Any]) -> Header:
     return header
 
 
-def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTimes]:
+def _operation(content: dict[str, Any]) -> tuple[int, RawOp, OpTimes]:
     """Iteration, operation and times of a line. Raises PlanError, KeyError or TypeError for what is none."""
     iteration, op = content["iteration"], ir.parse_op(content["op"])
     pair = content.get("pair", op[7])
@@ -299,8 +304,7 @@ def _operation(content: dict[str, Any], clock: float) -> tuple[int, RawOp, OpTim
     for one in times:  # an integer may be too large for a float, and a float no number
         if type(one) not in (int, float) or not -LONGEST_S <= one <= LONGEST_S:
             raise PlanError(f"{one!r:.40} is not seconds")
-    start, end, wait, lane = map(float, times)
-    return iteration, (*op[:7], pair), OpTimes(clock + start, clock + end, wait, lane)
+    return iteration, (*op[:7], pair), OpTimes(*map(float, times))
 
 
 def _plan(parts: Sequence[_RankPart]) -> tuple[Plan, Lanes | None]:
