@@ -91,9 +91,9 @@ class Planner:
         """By rank, what its device has left for activations."""
         self.adopt(with_gathered_inputs(self.model, dataclasses.replace(self.spec, limits=limits)))
 
-    def serve(self, units: tuple[StageUnits, ...] | None, residency: Residency | None) -> None:
-        """What data parallelism asks of plans: units by global stage, of the engine; None where nothing moves. What the
-        wire was chosen by stays."""
+    def serve(self, units: tuple[StageUnits, ...], residency: Residency) -> None:
+        """What data parallelism asks of plans: units by global stage, of the engine. What the wire was chosen by stays,
+        as a plan that just fits a limit is found with it alone."""
         self.adopt(dataclasses.replace(self.spec, stages_units=units, residency=residency))
 
     def keep_groupings(self, residencies: Mapping[int, PlannedResidency]) -> None:
