@@ -92,10 +92,14 @@ class Router(SinkModule):
         if self.training:
             weights = self._balanced(weights, work, batch)
         if work.is_meta:
-            counts = routing.balanced_counts(experts.numel(), self.num_experts)
+            capacity = routing.capacity_of(config, len(work), self.num_experts)
+            balanced = routing.balanced_counts(experts.numel(), self.num_experts)
+            kept, counts = None, [min(one, capacity) for one in balanced]
         else:
             of_experts = routing.tokens_by_expert(experts, kept, self.num_experts)
             self._count(counted.TOKENS, of_experts)
+            if kept is not None:
+                self._count(counted.DROPPED, routing.tokens_by_expert(experts, ~kept, self.num_experts))
             counts = of_experts.tolist()  # sync: how many rows each product has
         return routing.routes_of(experts, weights, kept, counts)
 

@@ -74,17 +74,22 @@ def _within_groups(scores: Tensor, num_groups: int, group_topk: int, k: int) -> 
     return of_groups.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
 
 
+def capacity_of(config: TransformerConfig, tokens: int, num_experts: int) -> int:
+    """How many of a microbatch's tokens an expert takes: `--moe-expert-capacity-factor` times its even share."""
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return tokens
+    return min(tokens, math.ceil(tokens * config.moe_router_topk / num_experts * factor))
+
+
 def within_capacity(
     config: TransformerConfig, experts: Tensor, weights: Tensor, num_experts: int
 ) -> Tensor | None:
-    """bool [tokens, k]: which of a token's experts have room for it; None where all have. An expert takes as many
-    tokens as `--moe-expert-capacity-factor` times its even share: those that weigh most, or the earliest."""
-    factor = config.moe_expert_capacity_factor
-    if factor is None:
-        return None
-    tokens, k = experts.shape
-    capacity = math.ceil(tokens * k / num_experts * factor)
-    if capacity >= tokens:
+    """bool [tokens, k]: which of a token's experts have room for it, for those that weigh most, or for the earliest;
+    None where all have."""
+    tokens = len(experts)
+    capacity = capacity_of(config, tokens, num_experts)
+    if capacity == tokens:
         return None
     scores = weights.new_full((tokens, num_experts), -math.inf)
     if config.moe_token_drop_policy == "probs":  # noqa: S105
@@ -118,7 +123,9 @@ def routes_of(experts: Tensor, weights: Tensor, kept: Tensor | None, counts: lis
     by_token = torch.empty_like(order)
     by_token[order] = torch.arange(len(order), device=order.device)
     begins = torch.arange(0, len(order), k, device=order.device)
-    if kept is not None and ends[-1] < len(order):
+    if kept is None:
+        by_token = by_token[: ends[-1]]  # all of them, where there are values
+    else:
         by_token = by_token[kept.flatten()]
         of_token = kept.sum(-1)
         begins = of_token.cumsum(0) - of_token
