@@ -66,6 +66,7 @@ def toy_model(
     depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
     sizes = {**sizes, depth: layers, "vocab_size": vocab or sizes["vocab_size"]}
     config = transformers.AutoConfig.for_model(model_type, **sizes, attn_implementation="eager")
+    config._experts_implementation = "eager"  # the grouped product is not built for fp64
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
