@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.param_meta import ParamMeta
@@ -11,24 +15,69 @@ from megatron.core.unit_accesses import Accesses
 from megatron.core.weight_grad import WeightGradAccumulator
 
 
+class LayerCounts:
+    """Numbers that layers count in forwards: each is the sum over a step's microbatches. `clear` begins a step, or
+    begins it again. What is computed again for the backward has been counted (`ModelContext.repeating`)."""
+
+    def __init__(self) -> None:
+        self.totals: dict[tuple[int, str], Tensor] = {}  # (layer, name) -> fp64
+        self.paused = False
+
+    def add(self, layer: int, name: str, numbers: Tensor) -> None:
+        if not self.paused:
+            numbers, known = numbers.to(torch.float64), self.totals.get((layer, name))
+            self.totals[layer, name] = numbers if known is None else known + numbers
+
+    def clear(self) -> None:
+        self.totals.clear()
+
+
+class Moment(NamedTuple):
+    """What a forward depends on beside its inputs and the weights."""
+
+    iteration: int
+    microbatch: int
+    loss_scale: float
+
+
 @dataclasses.dataclass
 class ModelContext:
-    """Made by the model, driven by the trainer: the sink for weight gradients and the clock that keys dropout.
+    """Made by the model, driven by the trainer: the sink for weight gradients, the clock that keys dropout, and what
+    layers count.
 
     Dropout masks are a function of (seed, iteration, microbatch, layer, site) and of nothing else; `microbatch` is
-    global: index within the step * data-parallel size + data-parallel rank.
+    global: index within the step * data-parallel size + data-parallel rank. loss_scale: what the step's loss is
+    multiplied by before it is differentiated, and losses of layers are, too.
     """
 
     seed: int
     iteration: int = 0
     microbatch: int = 0
+    loss_scale: float = 1.0
     grads: WeightGradAccumulator = dataclasses.field(default_factory=WeightGradAccumulator)
+    counts: LayerCounts = dataclasses.field(default_factory=LayerCounts)
 
     def begin_microbatch(self, iteration: int, index: int, global_index: int) -> None:
         """Call before the forward of microbatch `index` of this rank's step."""
         self.iteration = iteration
         self.microbatch = global_index
         self.grads.microbatch = index
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.iteration, self.microbatch, self.loss_scale)
+
+    @contextlib.contextmanager
+    def repeating(self, moment: Moment) -> Iterator[None]:
+        """A forward inside is that of `moment`, once more. The sink's microbatch stays as it is."""
+        now, paused = self.moment, self.counts.paused
+        self.iteration, self.microbatch, self.loss_scale = moment
+        self.counts.paused = True
+        try:
+            yield
+        finally:
+            self.iteration, self.microbatch, self.loss_scale = now
+            self.counts.paused = paused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +88,14 @@ class ModelUnit:
     share, or that is used where no module of the unit runs, must be read between the first module's forward and the
     end of the last one's. backward_reads: backward needs the weights too (lookup tables do not).
     begins_with_lookup: its first use is that of a lookup table, others follow: of these alone the backward reads.
+    told_by: the modules whose runs tell that the unit is needed, where another unit lies inside of `modules`.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     backward_reads: bool = True
     begins_with_lookup: bool = False
+    told_by: tuple[nn.Module, ...] = ()
 
 
 class ModelError(ValueError):

@@ -113,7 +113,8 @@ class ParamMeta:
         (name, name + LOOKUP): each use has its own accumulator, added once after the last microbatch.
     decay: weight decay applies. embedding_or_output: of words, or the output layer: `--decoupled-lr` applies.
     padding: rows of this rank's tensor behind the regions, which belong to no whole: zeros that stay zeros.
-    expert: of an expert, which lies in flat buffers of its own: other ranks hold copies of it than of the rest.
+    expert: of experts, [experts, ...], which lies in flat buffers of its own: other ranks hold copies of it than of the
+        rest.
     """
 
     name: str
@@ -134,6 +135,22 @@ class ParamMeta:
         """The regions; the whole parameter where none are given."""
         start = (0,) * len(self.global_shape)
         return self.regions or (Region(start, start, self.global_shape),)
+
+    @property
+    def summed_parts(self) -> tuple[Region, ...]:
+        """What norms have a sum of each of: the regions, of experts each one's, whoever holds them."""
+        if not self.expert:
+            return self.parts
+        return tuple(
+            dataclasses.replace(
+                part,
+                local=(part.local[0] + number, *part.local[1:]),
+                offset=(part.offset[0] + number, *part.offset[1:]),
+                shape=(1, *part.shape[1:]),
+            )
+            for part in self.parts
+            for number in range(part.shape[0])
+        )
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -33,12 +33,16 @@ class WeightGradSink(Protocol):
     def keeps_gathered(self) -> bool:
         """Whether F keeps inputs that it has gathered (sequence parallel), so that W need not gather them again."""
 
-    def put(self, key: str, x: Tensor | Operand | None, dy: Tensor) -> None:
+    def put(
+        self, key: str, x: Tensor | Operand | None, dy: Tensor, ends: tuple[int, ...] | None = None
+    ) -> None:
         """One contribution to the gradient filed under `key` (see `ParamMeta.grad_keys`).
 
         x floating [tokens..., in], dy [tokens..., out]: a matrix, gradient dy^T x.
         x integer [tokens...], dy [tokens..., out]: a lookup table, rows of dy added at x.
         x None, dy [tokens..., out]: a bias, gradient the sum over tokens; dy of the gradient's shape: the gradient.
+        ends: of experts, whose gradients are one [experts, ...]; where each one's rows of x [rows, in], if there is
+        one, and dy [rows, out] end.
         """
 
     def done(self, key: str, microbatch: int) -> None:

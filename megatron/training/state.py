@@ -66,12 +66,13 @@ class StepTask:
 class StepResult:
     """The result of a step, once all ranks have decided to take or to skip it.
 
-    losses: name -> (sum, count) over the global batch. flags: summed. ended_at: of the run's clock. learning_rate:
-    after the step. rolled_back: it was taken back, and taken again or not.
+    losses: name -> (sum, count) over the global batch. layers: (layer, name) -> what it counted over it. flags: summed.
+    ended_at: of the run's clock. learning_rate: after the step. rolled_back: it was taken back, and taken again or not.
     """
 
     task: StepTask
     losses: Mapping[str, tuple[float, float]]
+    layers: Mapping[tuple[int, str], tuple[float, ...]]
     flags: tuple[float, ...]
     loss_scale: float
     learning_rate: float

@@ -3,12 +3,15 @@
 Parameters carry the names of the real model, so one state_dict fits both.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+from tests.harness.reference_moe import ReferenceExperts, ReferenceMoe
 
 
 @dataclass
@@ -37,6 +40,7 @@ class ReferenceConfig:
     attention_output_bias: bool = False
     embedding_factor: float = 1.0
     tied: bool = True
+    experts: ReferenceExperts | None = None
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -140,24 +144,28 @@ class ReferenceMlp(nn.Module):
         self.linear_fc2 = nn.Linear(c.ffn, c.hidden, bias=c.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear_fc1(x)
-        if self.kind in GATES:
-            gate, up = y.chunk(2, -1)
-            y = GATES[self.kind](gate) * up
-        elif self.kind == "squared_relu":
-            y = y.clamp(min=0) ** 2
-        elif self.kind == "gelu_tanh":
-            y = gelu_tanh(y)
-        else:
-            y = gelu(y)
-        return self.linear_fc2(y)
+        return self.linear_fc2(activated(self.kind, self.linear_fc1(x)))
+
+
+def activated(kind: str, y: Tensor) -> Tensor:
+    if kind in GATES:
+        gate, up = y.chunk(2, -1)
+        return GATES[kind](gate) * up
+    if kind == "squared_relu":
+        return y.clamp(min=0) ** 2
+    return gelu_tanh(y) if kind == "gelu_tanh" else gelu(y)
 
 
 class ReferenceLayer(nn.Module):
-    def __init__(self, c: ReferenceConfig):
+    def __init__(self, c: ReferenceConfig, number: int):
         super().__init__()
         self.input_layernorm, self.pre_mlp_layernorm = ReferenceNorm(c, c.hidden), ReferenceNorm(c, c.hidden)
-        self.self_attention, self.mlp = ReferenceAttention(c), ReferenceMlp(c)
+        self.self_attention = ReferenceAttention(c)
+        e, act = c.experts, functools.partial(activated, c.activation)
+        if e is None or not (e.pattern or (1,) * c.num_layers)[number]:
+            self.mlp = ReferenceMlp(c)
+        else:
+            self.mlp = ReferenceMoe(c.hidden, e, c.activation in GATES, c.bias, act)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.self_attention(self.input_layernorm(x), mask)
@@ -173,10 +181,14 @@ class ReferenceGPT(nn.Module):
         if c.positions == "learned_absolute":
             self.embedding.position_embeddings = nn.Embedding(c.max_positions, c.hidden)
         self.decoder = nn.Module()
-        self.decoder.layers = nn.ModuleList(ReferenceLayer(c) for _ in range(c.num_layers))
+        self.decoder.layers = nn.ModuleList(ReferenceLayer(c, number) for number in range(c.num_layers))
         self.decoder.final_layernorm = ReferenceNorm(c, c.hidden)
         if not c.tied:
             self.output_layer = nn.Linear(c.hidden, c.vocab, bias=False)
+
+    def added(self) -> Tensor:
+        """What experts add to the loss of the last forward."""
+        return sum(layer.mlp.added for layer in self.decoder.layers if isinstance(layer.mlp, ReferenceMoe))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits [b, s, v], or with labels the losses [b, s]. mask: True = may not be seen; default causal."""

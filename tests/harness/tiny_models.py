@@ -6,8 +6,10 @@ from megatron.core.models.gpt.generate import GREEDY, Sampling, choose
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.param_meta import ParamMeta
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
 from tests.harness.reference_gpt import GATES, ReferenceConfig, ReferenceGPT
+from tests.harness.reference_moe import ReferenceExperts
 
 VOCAB = 64
 SEQ = 16
@@ -182,6 +184,29 @@ def reference_config(c: TransformerConfig) -> ReferenceConfig:
         attention_output_bias=c.add_attention_output_bias,
         embedding_factor=c.hidden_size**0.5 if factor == "sqrt_hidden" else factor or 1.0,
         tied=not c.untie_embeddings_and_output_weights,
+        experts=None if c.num_experts is None else reference_experts(c),
+    )
+
+
+def reference_experts(c: TransformerConfig) -> ReferenceExperts:
+    words, coefficients = c.moe_router_load_balancing_type, c.moe_aux_loss_coeff
+    losses = dict(zip(words, coefficients, strict=True))
+    losses = {word: one for word, one in losses.items() if one and word in ("aux_loss", "seq_aux_loss")}
+    return ReferenceExperts(
+        num=c.num_experts,
+        topk=c.moe_router_topk,
+        width=c.moe_ffn_hidden_size,
+        score=c.moe_router_score_function,
+        before=c.moe_router_pre_softmax,
+        factor=c.moe_router_topk_scaling_factor or 1.0,
+        groups=c.moe_router_num_groups or 1,
+        group_topk=c.moe_router_group_topk or 1,
+        losses=losses | ({"z_loss": c.moe_z_loss_coeff} if c.moe_z_loss_coeff else {}),
+        capacity=c.moe_expert_capacity_factor,
+        by_position=c.moe_token_drop_policy == "position",
+        shared=c.moe_shared_expert_intermediate_size or 0,
+        shared_gate=c.moe_shared_expert_gate,
+        pattern=tuple(int(kind.experts is not None) for kind in layer_table(c)),
     )
 
 

@@ -62,7 +62,7 @@ class GlobalNormIndex:
         regions = [
             (_Held(name, buffer.stage_of(name), meta.shared, order, region.offset, region.copies), region)
             for order, (name, meta) in enumerate((name, buffer.param_meta[name]) for name in buffer.names)
-            for region in meta.parts
+            for region in meta.summed_parts
         ]
         everyone = [
             [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in rank]

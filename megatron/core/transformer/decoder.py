@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.module import ModelContext
+from megatron.core.module import ModelContext, ModelUnit
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.feed_forward import MLP
@@ -17,7 +18,9 @@ from megatron.core.transformer.layer_halves import (
     MlpHalf,
     OutOfAttention,
 )
+from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.self_attention import Angles, InferenceCache, SelfAttention
@@ -34,7 +37,13 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = Norm(config, size, factory.at("input_layernorm"))
         self.self_attention = SelfAttention(config, context, layer, factory.at("self_attention"))
         self.pre_mlp_layernorm = Norm(config, size, factory.at("pre_mlp_layernorm"))
-        self.mlp = MLP(config, factory.at("mlp"))
+        experts, at = layer_table(config)[layer].experts, factory.at("mlp")
+        self.mlp: MLP | MoELayer
+        self.first_half: FirstHalf | None = None
+        if experts is None:
+            self.mlp = MLP(config, at)
+        else:
+            self.mlp, self.first_half = MoELayer(config, context, layer, experts, at), FirstHalf(self)
         tp_rank = factory.tp.sequence_rank
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
@@ -42,9 +51,21 @@ class TransformerLayer(nn.Module):
         self._halves = LayerHalves(
             IntoAttention(self.input_layernorm, self.self_attention),
             OutOfAttention(self.self_attention, self.attention_site, dropout),
-            MlpHalf(self.pre_mlp_layernorm, self.mlp, self.mlp_site, dropout),
+            MlpHalf(self.pre_mlp_layernorm, self.mlp, self.mlp_site, dropout)
+            if isinstance(self.mlp, MLP)
+            else None,
         )
-        self._as_built = AsBuilt(self)
+        besides = () if self.first_half is None else (self.first_half, self.pre_mlp_layernorm, self.mlp)
+        self._as_built = AsBuilt(self, besides)
+
+    def units(self, names: tuple[str, ...]) -> tuple[ModelUnit, ...]:
+        """What is gathered and reduced together. names: of `unit_order.layer_units`."""
+        if not isinstance(self.mlp, MoELayer):
+            return (ModelUnit(names[0], (self,)),)
+        assert self.first_half is not None
+        parts = self.first_half, self.pre_mlp_layernorm, self.mlp.router, self.mlp.shared_experts
+        told_by = tuple(part for part in parts if part is not None)
+        return ModelUnit(names[0], (self,), told_by=told_by), ModelUnit(names[1], (self.mlp.experts,))
 
     def forward(
         self,
@@ -54,15 +75,39 @@ class TransformerLayer(nn.Module):
         inference_cache: InferenceCache | None = None,
     ) -> Tensor:
         """mask: bool [b or 1, 1, s, s], True = masked, None = causal. angles: of rotary positions."""
-        if self._as_built:
-            dropped = self.hidden_dropout if self.training else 0.0
-            return self._halves(x, mask, angles, inference_cache, dropped)
-        attended = self.self_attention(self.input_layernorm(x), mask, angles, inference_cache)
-        x = self._add(x, attended, self.attention_site)
+        if self.first_half is None and self._as_built:
+            return self._halves(x, mask, angles, inference_cache, self._dropped)
+        first = self.attended if self.first_half is None else self.first_half
+        x = first(x, mask, angles, inference_cache)
         return self._add(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_site)
+
+    def attended(
+        self, x: Tensor, mask: Tensor | None, angles: Angles | None, cache: InferenceCache | None
+    ) -> Tensor:
+        """x + attention(norm(x)), as `forward`."""
+        if self.first_half is not None and self._as_built:
+            return self._halves(x, mask, angles, cache, self._dropped)
+        branch = self.self_attention(self.input_layernorm(x), mask, angles, cache)
+        return self._add(x, branch, self.attention_site)
+
+    @property
+    def _dropped(self) -> float:
+        return self.hidden_dropout if self.training else 0.0
 
     def _add(self, residual: Tensor, branch: Tensor, site: DropoutSite) -> Tensor:
         return residual + dropout(branch, self.hidden_dropout, site, self.training)
+
+
+class FirstHalf(nn.Module):
+    """`TransformerLayer.attended` as a module without parameters, so that an engine that gathers weights sees where a
+    layer with experts begins, which are a unit of their own."""
+
+    def __init__(self, layer: TransformerLayer) -> None:
+        super().__init__()
+        self._layer = (layer,)  # a tuple: the layer is no part of it
+
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        return self._layer[0].attended(x, *context)
 
 
 class TransformerBlock(nn.Module):

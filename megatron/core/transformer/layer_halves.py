@@ -13,6 +13,7 @@ to, runs its modules instead (`decoder.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -129,12 +130,13 @@ class MlpHalf:
 
 
 class LayerHalves:
-    """The layer: x [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
+    """The layer: x [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp. mlp: None for the
+    first half alone."""
 
-    def __init__(self, into: IntoAttention, out_of: OutOfAttention, mlp: MlpHalf) -> None:
+    def __init__(self, into: IntoAttention, out_of: OutOfAttention, mlp: MlpHalf | None) -> None:
         self.into, self.out_of, self.mlp = into, out_of, mlp
         self.attention, self.core = into.attention, into.attention.core_attention
-        self.modules = (*into.modules, *out_of.modules, *mlp.modules)
+        self.modules = (*into.modules, *out_of.modules, *(() if mlp is None else mlp.modules))
 
     def __call__(
         self,
@@ -149,28 +151,37 @@ class LayerHalves:
             return _applied(self, x, dropout)
         query, key, value = _applied(self.into, x)
         attended = self.attention.attend(query, key, value, mask, angles, cache)  # [b, heads, s, d]
-        return _applied(self.mlp, _applied(self.out_of, attended, x, dropout), dropout)
+        x = _applied(self.out_of, attended, x, dropout)
+        return x if self.mlp is None else _applied(self.mlp, x, dropout)
 
     def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
         heads, of_into = self.into.forward(x)
         attended, of_core = self.core.kernel_forward(*heads)
         x, of_out = self.out_of.forward(attended, x, dropout)
-        x, of_mlp = self.mlp.forward(x, dropout)
+        x, of_mlp = (x, ()) if self.mlp is None else self.mlp.forward(x, dropout)
         return x, (*of_into, *of_core, *of_out, *of_mlp)
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, None]:
         of_into, of_core, of_out, of_mlp = kept[:8], kept[8:13], kept[13:17], kept[17:]
-        dy, _ = self.mlp.backward(of_mlp, dy)
+        if self.mlp is not None:
+            dy, _ = self.mlp.backward(of_mlp, dy)
         dattended, dy, _ = self.out_of.backward(of_out, dy)
         (dx,) = self.into.backward(of_into, *self.core.kernel_backward(of_core, dattended))
         return dx.add_(dy), None
 
 
 class AsBuilt:
-    """Whether the modules below one are still those that it was built with, and nobody listens to their calls."""
+    """Whether the modules below one are still those that it was built with, and nobody listens to their calls. besides:
+    children that may do as they like."""
 
-    def __init__(self, module: nn.Module) -> None:
-        children = [(owner, *child) for owner in module.modules() for child in owner.named_children()]
+    def __init__(self, module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
+        free = {id(one) for child in besides for one in child.modules()}
+        children = [
+            (owner, name, child)
+            for owner in module.modules()
+            for name, child in owner.named_children()
+            if id(child) not in free
+        ]
         self._places = [(owner, name) for owner, name, _ in children]
         self._parts = parts = [part for _, _, part in children]
         self._kinds = [type(part) for part in parts]

@@ -12,6 +12,7 @@ ACTIVATIONS = (*GATED, "squared_relu", "openai_gelu")
 SQRT_HIDDEN = "sqrt_hidden"
 _WITH_ROPE = ("position_embedding_type", "rope")
 _WITHOUT_BIASES = ("add_bias_linear", False)
+Experts = Annotated[int, Bounds(0, 2**14)]
 
 
 def number_or_sqrt_hidden(word: str) -> float | str:
@@ -118,6 +119,53 @@ class TransformerConfig:
         ours=True,
         weights=_WITHOUT_BIASES,
     )
+    # Experts
+    num_experts: Experts | None = arg(
+        None, "experts of a layer, in place of its MLP; 0 for none", weights=True
+    )
+    moe_layer_freq: str = arg(
+        "1", "which layers have experts: every N-th, or a list such as ([0]*3+[1]*58)", weights=True
+    )
+    moe_ffn_hidden_size: Length | None = arg(
+        None, "width of each expert", derived="--ffn-hidden-size", weights=True
+    )
+    moe_shared_expert_intermediate_size: Length | None = arg(
+        None, "width of the experts that every token meets, all together", weights=True
+    )
+    moe_shared_expert_gate: bool = arg(
+        False, "what shared experts give times the sigmoid of a product with the token", weights=True
+    )
+    moe_router_topk: Annotated[int, Bounds(1, 2**14)] = arg(2, "experts that a token meets", weights=True)
+    moe_router_score_function: Literal["softmax", "sigmoid"] = arg(
+        "softmax", "what makes weights of the router's logits", weights=True
+    )
+    moe_router_pre_softmax: bool = arg(
+        False, "softmax over all experts, not over those that are chosen", weights=True
+    )
+    moe_router_topk_scaling_factor: float | None = arg(
+        None, "what the weights of the chosen experts are multiplied by", weights=True
+    )
+    moe_router_num_groups: Experts | None = arg(
+        None, "groups of experts, of which each token meets some only", weights=True
+    )
+    moe_router_group_topk: Experts | None = arg(None, "groups that a token meets", weights=True)
+    moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
+        None, "arithmetic of the router's product", derived="of the weights"
+    )
+    moe_router_load_balancing_type: tuple[Literal["aux_loss", "seq_aux_loss", "none"], ...] = arg(
+        ("aux_loss",), "what keeps experts equally busy: losses, each with its coefficient, or none"
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = arg(
+        (0.0,), "coefficients of the losses of --moe-router-load-balancing-type"
+    )
+    moe_z_loss_coeff: float | None = arg(None, "coefficient of the loss that keeps the router's logits small")
+    moe_expert_capacity_factor: Annotated[float, Bounds(-FLOAT.most, FLOAT.most)] | None = arg(
+        None, "room of an expert, as a multiple of its even share of a microbatch; negative for all"
+    )
+    moe_token_drop_policy: Literal["probs", "position"] = arg(
+        "probs", "whom a full expert takes: those that weigh most, or the earliest"
+    )
+    moe_grouped_gemm: bool = arg(False, "the products of a layer's experts as one kernel, where there is one")
     # Dropout and initial weights
     attention_dropout: Rate = arg(0.1, "dropout on attention probabilities")
     hidden_dropout: Rate = arg(0.1, "dropout on residual branches and the embedding")
@@ -159,9 +207,18 @@ class TransformerConfig:
             ffn = (8 * self.hidden_size // 3) // 64 * 64 if self.swiglu else 4 * self.hidden_size
         if channels is None and self.hidden_size is not None and self.num_attention_heads:
             channels = self.hidden_size // self.num_attention_heads
+        experts, capacity = self.num_experts or None, self.moe_expert_capacity_factor
         if not self.group_query_attention and self.num_attention_heads is not None:
             groups = self.num_attention_heads
-        return dataclasses.replace(self, ffn_hidden_size=ffn, kv_channels=channels, num_query_groups=groups)
+        return dataclasses.replace(
+            self,
+            ffn_hidden_size=ffn,
+            kv_channels=channels,
+            num_query_groups=groups,
+            num_experts=experts,
+            moe_ffn_hidden_size=self.moe_ffn_hidden_size or (ffn if experts else None),
+            moe_expert_capacity_factor=None if capacity is None or capacity < 0 else capacity,
+        )
 
     @property
     def gated_linear_unit(self) -> bool:

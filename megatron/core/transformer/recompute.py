@@ -25,7 +25,7 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any, segment: Segment, context: ModelContext, anchor: Tensor | None, *inputs: Tensor | None
     ) -> Tensor:
-        ctx.segment, ctx.context, ctx.moment = segment, context, (context.iteration, context.microbatch)
+        ctx.segment, ctx.context, ctx.moment = segment, context, context.moment
         ctx.save_for_backward(*inputs)
         return segment(*inputs)
 
@@ -36,14 +36,8 @@ class _Recompute(torch.autograd.Function):
             None if saved is None else saved.detach().requires_grad_(need)
             for saved, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
-        context, now = ctx.context, (ctx.context.iteration, ctx.context.microbatch)
-        # The dropout clock only, not the sink's microbatch.
-        context.iteration, context.microbatch = ctx.moment
-        try:
-            with torch.enable_grad():
-                output = ctx.segment(*inputs)
-        finally:
-            context.iteration, context.microbatch = now
+        with ctx.context.repeating(ctx.moment), torch.enable_grad():
+            output = ctx.segment(*inputs)
         # It does not where all of the segment is frozen and only its input's gradient is asked for.
         if output.requires_grad:
             torch.autograd.backward(output, grads[0])

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateByt
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport import rank_grid
 from megatron.core.transport.rank_grid import RankGrid, RankGridError
@@ -298,14 +299,16 @@ def closest_name(name: str, names: Iterable[str]) -> str | None:
 def flops_per_token(model: TransformerConfig, padded_vocab_size: int, seq_length: int) -> float:
     """Forward and backward of one token: 3 passes x 2 operations x (GEMMs + causal half of attention + logits).
 
-    A gated MLP counts 1.5 times, recompute is not counted, nor is anything that is no matrix product.
+    A gated MLP counts 1.5 times, of experts those that a token meets. Recompute is not counted, nor are routers, nor is
+    anything that is no matrix product.
     """
     h, query = model.hidden_size, model.num_attention_heads * model.kv_channels
     key_value = 2 * model.num_query_groups * model.kv_channels
     projections = h * (query + key_value) + query * h
-    mlp = 2 * h * model.ffn_hidden_size * (1.5 if model.gated_linear_unit else 1.0)
+    width = sum(kind.active_width for kind in layer_table(model))
+    mlp = 2 * h * width * (1.5 if model.gated_linear_unit else 1.0)
     attention = seq_length * query  # scores and weighted sum, s * query each, half of them masked
-    return 3.0 * 2.0 * (model.num_layers * (projections + mlp + attention) + h * padded_vocab_size)
+    return 3.0 * 2.0 * (model.num_layers * (projections + attention) + mlp + h * padded_vocab_size)
 
 
 def train_step_flops(config: Config, batch_size: int) -> float:

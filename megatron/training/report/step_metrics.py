@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.module import ModelError
+from megatron.core.module import LayerCounts, ModelError
+from megatron.core.transformer.moe.counted import Counted
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 
@@ -59,16 +61,18 @@ class Totals:
     num_tokens: float
     flags: tuple[float, ...]
     losses: Mapping[str, tuple[float, float]]  # name -> (sum, count); their ratio is what is logged
+    layers: Mapping[tuple[int, str], tuple[float, ...]]  # (layer, name) -> what it counted
 
 
 class StepMetrics:
     """Sums over the microbatches of one step, packed into one float64 vector for one all-reduce.
 
-    Layout: [flags..., microbatches with a non-finite loss, tokens, (sum, count) for each reported loss].
+    Layout: [flags..., microbatches with a non-finite loss, tokens, (sum, count) for each reported loss, what layers
+    count]. counted: what layers of the whole model count.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, counted: Sequence[Counted] = ()) -> None:
+        self._device, self._counted = device, counted
         self.clear()
 
     def clear(self) -> None:
@@ -76,6 +80,7 @@ class StepMetrics:
         self._nonfinite = self._zeros()
         self._tokens = self._zeros()
         self._report: dict[str, Tensor] = {}  # name -> [sum, count]
+        self._layers: dict[tuple[int, str], Tensor] = {}
         self._finite: list[Tensor] = []  # one flag a microbatch, of this rank
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -91,6 +96,10 @@ class StepMetrics:
         for name, value in result.report.items():
             pair = _sum_and_count(name, value, self._device)
             self._report[name] = self._report[name] + pair if name in self._report else pair
+
+    def add_layers(self, counts: LayerCounts) -> None:
+        """Take what layers of this rank have counted in the step."""
+        self._layers |= counts.totals
 
     @property
     def first_nonfinite_microbatch(self) -> int | None:
@@ -118,7 +127,7 @@ class StepMetrics:
     def reduce(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Totals:
         """Sum over all ranks. Communicates over world, once; syncs with the device, once.
 
-        Losses count where they are computed, once for all tensor parallel ranks; flags count on every rank.
+        Losses and what layers count are those of tensor parallel rank 0; flags count on every rank.
         """
         vector = self.vector(ps, flags)
         collectives.all_reduce(vector, ps.world_group)
@@ -126,16 +135,25 @@ class StepMetrics:
 
     def vector(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Tensor:
         """This rank's numbers, fp64, in the layout above: to be summed over all ranks."""
-        numbers = torch.cat([torch.stack([self._nonfinite, self._tokens]), *self._report.values()])
+        layers = [self._layers.get((one.layer, one.name)) for one in self._counted]
+        of_layers = [
+            self._zeros(one.size) if numbers is None else numbers.reshape(one.size)
+            for one, numbers in zip(self._counted, layers, strict=True)
+        ]
+        first = torch.stack([self._nonfinite, self._tokens])
+        numbers = torch.cat([first, *self._report.values(), *of_layers])
         if ps.tp_rank:
             numbers.zero_()
         return torch.cat([torch.tensor(flags, dtype=torch.float64, device=self._device), numbers])
 
     def totals(self, summed: Sequence[float], num_flags: int) -> Totals:
         """Of vectors that were summed over all ranks."""
-        nonfinite, tokens, *pairs = summed[num_flags:]
-        losses = dict(zip(self._report, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-        return Totals(int(nonfinite), tokens, tuple(summed[:num_flags]), losses)
+        nonfinite, tokens, *rest = summed[num_flags:]
+        numbers, pairs = iter(rest), 2 * len(self._report)
+        sums = tuple(itertools.islice(numbers, pairs))
+        losses = dict(zip(self._report, zip(sums[::2], sums[1::2], strict=True), strict=True))
+        layers = {(one.layer, one.name): tuple(itertools.islice(numbers, one.size)) for one in self._counted}
+        return Totals(int(nonfinite), tokens, tuple(summed[:num_flags]), losses, layers)
 
     def num_tokens(self, ps: ParallelState) -> float:
         """Over all ranks. Communicates over world."""

@@ -31,6 +31,7 @@ from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
+from megatron.core.transformer.moe.counted import counted
 from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.planner import Planner
@@ -90,6 +91,7 @@ class PipelineRunner:
         self._ps, self._timers, self._engine = session.ps, session.timers, engine
         self._forward_step = forward_step
         self._per_token_loss = session.config.model.calculate_per_token_loss
+        self._counted = counted(session.config.model)
         self._recorder = recorder
         self.region: Region | None = None  # of a profiler, while one runs
         self._channel = P2P(session.ps)
@@ -212,12 +214,17 @@ class PipelineRunner:
 
     def _begin(self, batches: StepBatches, task: StepTask, numbers: StepMetrics | None = None) -> _Step:
         if numbers is None:
-            numbers = StepMetrics(self._ps.device.torch_device)
+            numbers = StepMetrics(self._ps.device.torch_device, self._counted)
+        for chunk in self._engine.chunks:
+            chunk.context.counts.clear()
         self._step = _Step(batches, task.iteration, numbers)
         return self._step
 
     def _named(self, numbers: StepMetrics, training: bool) -> StepMetrics:
-        """Tell the numbers the names of the losses, which stages without a loss do not know by themselves."""
+        """Tell the numbers what layers have counted, and the names of the losses, which stages without a loss do not
+        know by themselves."""
+        for chunk in self._engine.chunks:
+            numbers.add_layers(chunk.context.counts)
         if self._ps.pp_size > 1:
             if training not in self._loss_names:
                 self._loss_names[training] = agreed_names(numbers.names, self._ps)
@@ -267,10 +274,12 @@ class PipelineRunner:
         return go
 
     def _forget(self, stage: int, microbatch: int) -> None:
-        """Forwards of the step under way are undone, all that there were: so are their losses."""
+        """Forwards of the step under way are undone, all that there were: so are their losses and counts."""
         assert self._step is not None, "forwards outside of a step"
         self._own_stages[stage].forget(microbatch)
         self._step.numbers.clear()
+        for chunk in self._engine.chunks:
+            chunk.context.counts.clear()
 
     def _stage(self, chunk: Chunk) -> ModelStage:
         """Its backwards have a timer under Megatron's name; the forward's is around the user's function."""
@@ -283,6 +292,8 @@ class PipelineRunner:
         step, ps = self._step, self._ps
         assert step is not None, "a forward outside of a step"
         chunk.context.begin_microbatch(step.iteration, microbatch, microbatch * ps.dp_size + ps.dp_rank)
+        scale = self._engine.scaler.scale  # as it is now: a decision on the last step may have moved it
+        chunk.context.loss_scale = scale
         chunk.set_input(hidden)
         with self._timers("forward-compute", log_level=2):
             output, loss_func = self._forward_step(iter([step.batches.microbatch(microbatch)]), chunk.module)
@@ -294,7 +305,6 @@ class PipelineRunner:
         if not torch.is_grad_enabled():
             return result.loss
         loss = loss_to_differentiate(result, self._per_token_loss)
-        scale = self._engine.scaler.scale  # as it is now: a decision on the last step may have moved it
         return loss * scale if scale != 1.0 else loss
 
 

@@ -105,6 +105,7 @@ class StepRunner:
         return StepResult(
             attempt.task,
             losses=attempt.totals.losses,
+            layers=attempt.totals.layers,
             flags=attempt.totals.flags,
             loss_scale=attempt.loss_scale,
             learning_rate=engine.scheduler.lr,

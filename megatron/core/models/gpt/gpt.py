@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
-from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_name
+from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
 from megatron.core.tensor_parallel.parallel_layers import (
@@ -21,7 +21,8 @@ from megatron.core.tensor_parallel.parallel_layers import (
 from megatron.core.tensor_parallel.random import DropoutSite, dropout, fill
 from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta
 from megatron.core.tensor_parallel.vocab_loss import vocab_parallel_cross_entropy
-from megatron.core.transformer.decoder import TransformerBlock
+from megatron.core.transformer.decoder import TransformerBlock, TransformerLayer
+from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import SQRT_HIDDEN, TransformerConfig
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.self_attention import InferenceCache
@@ -108,9 +109,13 @@ class GPTModel(MegatronModule):
         return self.pre_process and self.post_process and self.tied
 
     def units(self) -> tuple[ModelUnit, ...]:
-        """`embedding`, a unit a layer, `head` (final norm and output layer). A matrix that begins and ends the model is
-        read from its first module to its last, so both ends are one unit then, `embedding_and_head`."""
-        layers = [ModelUnit(layer_name(number), (layer,)) for number, layer in self.decoder.layers.items()]
+        """`embedding`, a unit a layer and one of its experts, `head` (final norm and output layer). A matrix that
+        begins and ends the model is read from its first module to its last, so both ends are one unit then,
+        `embedding_and_head`."""
+        table, layers = layer_table(self.config), list[ModelUnit]()
+        for number, layer in self.decoder.layers.items():
+            assert isinstance(layer, TransformerLayer), type(layer)
+            layers += layer.units(layer_units(number, table[int(number)]))
         # Where this stage only ends the model, the tied matrix is read by `tied_output` alone; where it begins in
         # another chunk of the rank, the matrix is that one's, which runs first.
         copy = None if self.pre_process or self.other_end_here else self.embedding
@@ -124,7 +129,8 @@ class GPTModel(MegatronModule):
 
     def unit_accesses(self) -> Accesses[str]:
         return accesses_of_stage(
-            list(self.decoder.layers),
+            [int(number) for number in self.decoder.layers],
+            layer_table(self.config),
             self.decoder.chunks,
             tied=self.tied,
             embeds=self.pre_process,
@@ -289,6 +295,11 @@ def _check_sizes(config: TransformerConfig, padded_vocab_size: int, tp: TensorPa
         f"--num-attention-heads {config.num_attention_heads}": config.num_attention_heads,
         f"--ffn-hidden-size {config.ffn_hidden_size}": config.ffn_hidden_size,
     }
+    for kind in layer_table(config):
+        if kind.experts is not None:
+            flags[f"--moe-ffn-hidden-size {kind.experts.width}"] = kind.experts.width
+            shared = kind.experts.shared_width
+            flags[f"--moe-shared-expert-intermediate-size {shared}"] = shared
     if tp.sequence_parallel:
         flags[f"--seq-length {config.seq_length} with --sequence-parallel"] = config.seq_length
     for flag, value in flags.items():

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from megatron.core.models.gpt.parameter_count import layer_matrices
 from megatron.core.models.gpt.stage_layers import StageSpec
+from megatron.core.models.gpt.unit_order import layer_units
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.rectangles import even_share
+from megatron.core.transformer.layer_table import LayerKind, layer_table
 from megatron.core.transformer.model_config import TransformerConfig
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # as flags have them
@@ -87,33 +89,52 @@ class ModelCosts:
     def stage(self, spec: StageSpec) -> StageWork:
         """All that a stage holds; of one without anything, handing on."""
         ends = [self.embedding()] * spec.embedding, [self.head()] * spec.loss
-        return sum([*ends[0], *self.of_layers(len(spec.layers)), *ends[1]], self.handed_on(spec))
+        return sum([*ends[0], *self.of_layers(spec.layers).values(), *ends[1]], self.handed_on(spec))
 
     def handed_on(self, spec: StageSpec) -> StageWork:
         """What a stage gets, keeps of that and hands on, whatever it holds."""
         inputs = (bool(spec.layers) or not spec.embedding) + (bool(spec.layers) and spec.loss)
         return StageWork(f=self._moved, b=self._moved, saved=inputs * self._hidden(self._sizes.residual))
 
-    def of_layers(self, count: int) -> list[StageWork]:
-        """Each of a stage's layers, without the input of the first, which the stage has."""
-        one, hidden = self.layer(), self._hidden(self._sizes.residual)
-        works: list[StageWork] = []
-        for first, end, recomputed in self.config.recompute_chunks(count):
-            if recomputed:  # only the chunk's input is kept
-                again = dataclasses.replace(one, b=one.b + one.f, saved=0.0)
-                kept = dataclasses.replace(again, saved=hidden if first else 0.0)
-                works += [kept, *[again] * (end - first - 1)]
-            else:
-                works += [one] * (end - first)
-                if not first and works:
-                    works[0] = dataclasses.replace(one, saved=one.saved - hidden)
+    def of_layers(self, layers: Sequence[int]) -> dict[str, StageWork]:
+        """Of each unit of a stage's layers, without the input of the first, which the stage has."""
+        table, hidden = layer_table(self.config), self._hidden(self._sizes.residual)
+        works: dict[str, StageWork] = {}
+        for first, end, recomputed in self.config.recompute_chunks(len(layers)):
+            for place, number in enumerate(layers[first:end], first):
+                kind = table[number]
+                units = [self.layer(kind), *([] if kind.experts is None else [self.experts(kind)])]
+                if recomputed:  # only the chunk's input is kept
+                    units = [dataclasses.replace(one, b=one.b + one.f, saved=0.0) for one in units]
+                known = hidden * (bool(first) if recomputed else -(not place)) * (place == first)
+                units[0] = dataclasses.replace(units[0], saved=units[0].saved + known)
+                works |= zip(layer_units(number, kind), units, strict=True)
         return works
 
-    def layer(self) -> StageWork:
-        """One decoder layer."""
+    def experts(self, kind: LayerKind) -> StageWork:
+        """Those that a layer routes tokens to, each as busy as the others. A rank has all rows, and a share of their
+        width."""
+        c, z, of = self.config, self._sizes, kind.experts
+        assert of is not None, "a layer without experts"
+        rows, (into, out_of) = z.tokens * of.topk, layer_matrices(c, self.tp, of.width)[2:]
+        (h, fc1), width, routes = into, out_of[0], 8 * (2 * z.tokens * of.topk + z.tokens)
+        products = 2 * rows * (h * fc1 + width * h)
+        moved = 8 * rows * h  # there and back
+        saved = rows * (fc1 * z.element + max(4, z.element)) + routes
+        held = rows * z.element * (fc1 + width + h) + z.tokens * h * z.element / z.parts
+        return StageWork(products + moved, products + moved, products + 2 * rows * h, saved, held)
+
+    def layer(self, kind: LayerKind | None = None) -> StageWork:
+        """One decoder layer, without the experts that it routes tokens to. kind: that of the first layer if not
+        given."""
         c, z = self.config, self._sizes
-        matrices = layer_matrices(c, self.tp)
-        products = 2 * z.tokens * sum(into * out for into, out in matrices)
+        kind = layer_table(c)[0] if kind is None else kind
+        width = kind.mlp_width if kind.experts is None else kind.experts.shared_width
+        matrices = layer_matrices(c, self.tp, width)
+        matrices = matrices if width else (*matrices[:2], (0, 0), (0, 0))
+        products = 2.0 * z.tokens * sum(into * out for into, out in matrices)
+        if kind.experts is not None:
+            products += 2 * z.tokens * c.hidden_size * kind.experts.num_experts / z.parts  # the router
         (_, qkv), (query, _), (_, fc1), (width, _) = matrices
         scores = 4 * z.tokens * c.seq_length * query
         again = scores if self._recomputes_core else 0.0

@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from megatron.core.models.gpt.parameter_count import unit_parameters, word_parameters
+from megatron.core.models.gpt.parameter_count import UnitParameters, unit_parameters, word_parameters
 from megatron.core.models.gpt.stage_costs import ModelCosts, StageWork
 from megatron.core.models.gpt.stage_layers import StageSpec
-from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_name
+from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes, UnitCosts
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.transformer.layer_table import layer_table
 from megatron.core.unit_accesses import Accesses, merged_groups, merged_name
 
 _SUMS = ("f", "b", "w", "activation", "held_after_b", "extra_grad_bytes")
 
 # A unit without bytes, with FLOPs and elements of accumulators of further uses; its parameters, see `unit_parameters`.
-Bare = tuple[UnitCosts, tuple[int, int]]
+Bare = tuple[UnitCosts, UnitParameters]
 
 
 def stage_units(
@@ -60,19 +61,20 @@ def _joins_ends(costs: ModelCosts, placement: Placement) -> bool:
 
 
 def _stage(
-    costs: ModelCosts, spec: StageSpec, parameters: Mapping[str, tuple[int, int]], placement: Placement
+    costs: ModelCosts, spec: StageSpec, parameters: Mapping[str, UnitParameters], placement: Placement
 ) -> tuple[Accesses[int], list[Bare]]:
     """Its accesses, and its units."""
     config, words = costs.config, word_parameters(costs.config, costs.padded_vocab_size, costs.tp)
     rows = accesses_of_stage(
         spec.layers,
+        layer_table(config),
         config.recompute_chunks(len(spec.layers)),
         tied=not config.untie_embeddings_and_output_weights,
         embeds=spec.embedding,
         ends=spec.loss,
         other_end_here=placement.has_both_ends_on_one_rank,
     )
-    works = dict(zip(map(layer_name, spec.layers), costs.of_layers(len(spec.layers)), strict=True))
+    works = costs.of_layers(spec.layers)
     works |= {"head": costs.head(), ONE_MATRIX: costs.embedding() + costs.head()}
     if spec.embedding:
         works["embedding"] = costs.embedding()
@@ -96,11 +98,10 @@ def _stage(
 def _joined(units: Sequence[Bare]) -> Bare:
     joined, numels = zip(*units, strict=True)
     sums = {name: sum(getattr(unit, name) for unit in joined) for name in _SUMS}
-    own, shared = map(sum, zip(*numels, strict=True))
     unit = UnitCosts(
         merged_name([unit.name for unit in joined]),
         **sums,
         backward_reads=any(unit.backward_reads for unit in joined),
         begins_with_lookup=all(unit.begins_with_lookup for unit in joined),
     )
-    return unit, (own, shared)
+    return unit, UnitParameters(*map(sum, zip(*numels, strict=True)))

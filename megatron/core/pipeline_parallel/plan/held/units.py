@@ -145,13 +145,14 @@ class StateBytes:
         assert self.bucket_size is not None, "units that are not merged"
         return self.bucket_size if self.num_buckets is None else max(1, math.ceil(numel / self.num_buckets))
 
-    def laid_out(self, unit: UnitCosts, parameters: Sequence[int]) -> UnitCosts:
-        """A unit with what so many parameters take, those of each flat buffer in a bucket of their own.
-        extra_grad_bytes: of the unit that is given, elements."""
+    def laid_out(self, unit: UnitCosts, parameters: tuple[int, int, int]) -> UnitCosts:
+        """A unit with what so many parameters take, those of each flat buffer in a bucket of their own: of the rank alone,
+        shared ones, experts. extra_grad_bytes: of the unit that is given, elements."""
         buckets = [-(-numel // self.align) * self.align for numel in parameters if numel]
         numel, row, ways = sum(buckets), self.sharding, self.place.ways
         # What is whole and shared is summed later, and all-reduces take a bucket each.
-        later = row.main_grads is ShardOver.NONE and len(buckets) == 2
+        own, shared, experts = parameters
+        later = row.main_grads is ShardOver.NONE and shared > 0 and own + experts > 0
         scattered = row.optimizer is ShardOver.FULL and self.place.outer_size > 1
         summed = ways(row.main_grads if scattered else row.optimizer)
         inner, outer = self.place.groups

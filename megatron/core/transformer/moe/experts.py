@@ -1,0 +1,175 @@
+"""The experts of a layer: MLPs of which each row of the input meets one.
+
+All experts' matrices of a projection are one parameter, [experts, out, in]. Each tensor parallel rank has f/tp of the
+width of every expert, as in a dense MLP. Their rows are gathered over tp before, and what comes out is added over tp.
+
+[Note: weighed inside] What an expert's output counts is multiplied before its second matrix, as upstream does it: what
+is added up for a token then needs no more than a sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from megatron.core.param_meta import InitKind
+from megatron.core.protocols import Operand
+from megatron.core.rectangles import Dims
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.functions import Kept, apply
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.tensor_parallel.sink_module import (
+    Band,
+    LayerFactory,
+    SinkModule,
+    band_regions,
+    even_bands,
+    whole_region,
+)
+from megatron.core.transformer import layer_table
+from megatron.core.transformer.activations import mlp_activation
+from megatron.core.transformer.model_config import TransformerConfig
+from megatron.core.transformer.moe.products import products_by_expert
+from megatron.core.transformer.moe.routing import Routes
+from megatron.core.transformer.norm import in_dtype
+
+
+class ExpertLinear(SinkModule):
+    """A projection of every expert: weight [experts, out, in] and maybe bias [experts, out] of the whole. cut: the dim
+    of an expert's matrix that is cut over tp, of which this rank has `bands`."""
+
+    def __init__(
+        self, shape: Dims, cut: int, bands: tuple[Band, ...], factory: LayerFactory, bias: bool
+    ) -> None:
+        super().__init__(factory)
+        self.weight = self.new_parameter(
+            "weight",
+            shape,
+            InitKind.NORMAL,
+            band_regions(shape, bands, 1 + cut, self.tp),
+            init_std=factory.residual_std if cut else factory.init_std,
+            expert=True,
+        )
+        self.bias: nn.Parameter | None = None
+        self.keys = self.key("weight"), self.key("bias")
+        if bias:
+            of_bias = shape[:2]
+            whole = whole_region(of_bias, self.tp, partial=False)
+            regions = whole if cut else band_regions(of_bias, bands, 1, self.tp)
+            self.bias = self.new_parameter("bias", of_bias, InitKind.ZEROS, regions, expert=True, decay=False)
+
+    def put_weight(self, x: Tensor | Operand, dy: Tensor, ends: tuple[int, ...]) -> None:
+        """Hand what the gradient is made of to the sink: x [rows, in], dy [rows, out]."""
+        if self.weight.requires_grad:
+            self.sink.put(self.keys[0], x, dy, ends)
+
+    def put_bias(self, dy: Tensor, ends: tuple[int, ...]) -> None:
+        """Where there is one: dy [rows, out]."""
+        if self.bias is not None and self.bias.requires_grad:
+            self.sink.put(self.keys[1], None, dy, ends)
+
+
+class Experts(nn.Module):
+    """[s/tp, b, h] (without sequence parallel [s, b, h]) -> the same, each token through the experts of its routes.
+    Communicates over tp."""
+
+    def __init__(
+        self, config: TransformerConfig, experts: layer_table.Experts, factory: LayerFactory
+    ) -> None:
+        super().__init__()
+        self.tp, self.grouped = factory.tp, config.moe_grouped_gemm
+        self.activation = mlp_activation(config)
+        hidden, bias, count = config.hidden_size, config.add_bias_linear, experts.num_experts
+        parts = 2 if config.gated_linear_unit else 1
+        width = parts * experts.width
+        bands = even_bands(width, factory.tp, parts)
+        into, out_of = factory.at("linear_fc1"), factory.at("linear_fc2")
+        self.linear_fc1 = ExpertLinear((count, width, hidden), 0, bands, into, bias)
+        bands = even_bands(experts.width, factory.tp)
+        self.linear_fc2 = ExpertLinear((count, hidden, experts.width), 1, bands, out_of, bias)
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        return apply(_Experts(self, routes), x, routes.weights, parameters=self.parameters())
+
+
+class _Rows:
+    """An `Operand`: the experts' input, made again of the tokens' when it is wanted."""
+
+    def __init__(self, x: Tensor | mappings.SequenceShard, tokens: Tensor) -> None:
+        self._x, self._tokens = x, tokens
+
+    def start(self) -> None:
+        if not isinstance(self._x, Tensor):
+            self._x.start()
+
+    def whole(self) -> Tensor:
+        x = self._x if isinstance(self._x, Tensor) else self._x.whole()
+        return x.index_select(0, self._tokens)
+
+
+class _Experts(NamedTuple):
+    """A `GradFunction` of x and the rows' weights."""
+
+    experts: Experts
+    routes: Routes
+
+    def forward(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Kept]:
+        experts, ends = self.experts, self.routes.ends
+        fc1, fc2, tp = experts.linear_fc1, experts.linear_fc2, experts.tp
+        own = x.flatten(0, 1)  # [s/tp b, h]
+        whole = mappings.gather_sequence(own, tp)  # [s b, h]
+        rows = whole.index_select(0, self.routes.tokens)  # [rows, h]
+        wide = self._product(rows, fc1.weight.transpose(1, 2))  # [rows, f/tp], gated 2 f/tp
+        if fc1.bias is not None:
+            wide += _by_row(fc1.bias, ends)
+        each = weights.unsqueeze(1)
+        inner = in_dtype(experts.activation.forward(wide) * each, wide.dtype)  # [rows, f/tp]
+        out = self._product(inner, fc2.weight.transpose(1, 2))  # {+tp}[rows, h]
+        if fc2.bias is not None and tp.rank == 0:  # the sum over tp has it once
+            out += in_dtype(_by_row(fc2.bias, ends) * each, out.dtype)
+        in_parts = tp.sequence_parallel and not fc1.sink.keeps_gathered
+        kept = own if in_parts else whole, wide, weights, fc1.weight, fc2.weight, fc2.bias
+        return mappings.sum_ranks(self._of_tokens(out), tp).view(x.shape), kept
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor]:
+        of_x, wide, weights, weight1, weight2, bias2 = kept
+        experts, (tokens, _, ends, *_) = self.experts, self.routes
+        fc1, fc2, tp, activation = experts.linear_fc1, experts.linear_fc2, experts.tp, experts.activation
+        each = weights.unsqueeze(1)
+        d = mappings.gather_sequence(in_dtype(dy, weight2.dtype).flatten(0, 1), tp)  # [s b, h]
+        d = d.index_select(0, tokens)  # [rows, h]
+        dinner, inner = self._product(d, weight2), activation.forward(wide)  # [rows, f/tp]
+        dweights = (dinner * inner).sum(-1, dtype=weights.dtype)  # {+tp}[rows]
+        if bias2 is not None:
+            if tp.rank == 0:
+                dweights += (d * _by_row(bias2, ends)).sum(-1, dtype=weights.dtype)
+            fc2.put_bias(in_dtype(d * each, d.dtype), ends)
+        fc2.put_weight(in_dtype(inner * each, wide.dtype), d, ends)
+        d = activation.backward(wide, in_dtype(dinner * each, wide.dtype))  # gated [rows, 2 f/tp]
+        del dinner, inner
+        shard = mappings.SequenceShard(of_x, tp) if len(of_x) < len(self.routes.begins) else of_x
+        rows = _Rows(shard, tokens)
+        if weight1.requires_grad and not fc1.sink.deferring:
+            rows.start()
+        dx, pending = mappings.start_sum(self._of_tokens(self._product(d, weight1)), tp)  # [s/tp b, h]
+        fc1.put_weight(rows, d, ends)
+        fc1.put_bias(d, ends)
+        if pending is not None:
+            pending.wait()
+        return dx.view(dy.shape), mappings.sum_ranks(dweights, TensorParallel(tp.group))
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return products_by_expert(x, weight, self.routes.ends, self.experts.grouped)
+
+    def _of_tokens(self, rows: Tensor) -> Tensor:
+        """[rows, h] -> [s b, h]: the sum of each token's rows, in the order of experts."""
+        return F.embedding_bag(self.routes.by_token, rows, self.routes.begins, mode="sum")
+
+
+def _by_row(bias: Tensor, ends: tuple[int, ...]) -> Tensor:
+    """[experts, out] -> [rows, out]: that of each row's expert."""
+    starts = zip(bias, (0, *ends), ends, strict=False)
+    return torch.cat([one.expand(end - start, -1) for one, start, end in starts])

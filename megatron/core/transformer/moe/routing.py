@@ -1,0 +1,126 @@
+"""Which experts a token meets and with what weight: functions of the logits of a whole microbatch.
+
+Logits are [tokens, experts] of all tokens of the microbatch, in the order (position, sequence), on every tensor
+parallel rank alike; so what is routed and dropped does not depend on who computes it. Ties go to the lowest expert and
+the earliest token: `torch.topk` promises neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.model_config import TransformerConfig
+
+_TINY = 1e-20  # of what sigmoids are divided by, as upstream has it
+
+
+class Routes(NamedTuple):
+    """The rows of the experts' input, ordered by (expert, token).
+
+    tokens [rows]: whose input each is. weights [rows]: what its output counts. ends: where each expert's rows end.
+    by_token [rows]: the rows in the order (token, expert); begins [tokens]: where each token's begin in it.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    ends: tuple[int, ...]
+    by_token: Tensor
+    begins: Tensor
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """The places [..., count] of the largest scores along the last dim, of equal ones the first, in rising order."""
+    best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    return best.sort(-1).values
+
+
+def chosen_experts(config: TransformerConfig, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(experts [tokens, k] in rising order, combine weights [tokens, k]) of logits in fp32 or fp64.
+
+    bias [experts]: is added to scores where experts are chosen, not where they are weighed. Sources: softmax over the
+    chosen, arXiv 2401.04088; sigmoid, groups and bias, arXiv 2412.19437.
+    """
+    k, before = config.moe_router_topk, config.moe_router_pre_softmax
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1) if before else logits
+    choosing = scores.detach()
+    if bias is not None:
+        choosing = choosing + bias.to(choosing.dtype)
+    if config.moe_router_num_groups is not None:
+        choosing = _within_groups(
+            choosing, config.moe_router_num_groups, config.moe_router_group_topk or 1, k
+        )
+    experts = largest(choosing, k)
+    weights = scores.gather(1, experts)
+    if sigmoid and k > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    elif not sigmoid and not before:
+        weights = weights.softmax(-1)
+    factor = config.moe_router_topk_scaling_factor
+    return experts, weights * factor if factor else weights
+
+
+def _within_groups(scores: Tensor, num_groups: int, group_topk: int, k: int) -> Tensor:
+    """Scores of experts outside of the best `group_topk` groups are -inf. A group is as good as its k // group_topk
+    best experts together."""
+    of_groups = scores.unflatten(-1, (num_groups, -1))
+    values = of_groups.sort(-1, descending=True).values[..., : k // group_topk].sum(-1)
+    kept = torch.zeros_like(values, dtype=torch.bool).scatter(1, largest(values, group_topk), True)
+    return of_groups.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def within_capacity(
+    config: TransformerConfig, experts: Tensor, weights: Tensor, num_experts: int
+) -> Tensor | None:
+    """bool [tokens, k]: which of a token's experts have room for it; None where all have. An expert takes as many
+    tokens as `--moe-expert-capacity-factor` times its even share: those that weigh most, or the earliest."""
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return None
+    tokens, k = experts.shape
+    capacity = math.ceil(tokens * k / num_experts * factor)
+    if capacity >= tokens:
+        return None
+    scores = weights.new_full((tokens, num_experts), -math.inf)
+    if config.moe_token_drop_policy == "probs":  # noqa: S105
+        scores.scatter_(1, experts, weights.detach())
+    else:
+        scores.scatter_(1, experts, 0.0)  # all alike: of equal ones the earliest go first
+    order = torch.sort(scores, dim=0, descending=True, stable=True).indices
+    ranks = torch.empty_like(order)
+    places = torch.arange(tokens, device=order.device).unsqueeze(1).expand_as(order)
+    ranks.scatter_(0, order, places)
+    return ranks.gather(1, experts) < capacity
+
+
+def tokens_by_expert(experts: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
+    """[num_experts] int64."""
+    flat = experts.flatten() if kept is None else experts[kept]
+    return torch.bincount(flat, minlength=num_experts)
+
+
+def balanced_counts(total: int, num_experts: int) -> list[int]:
+    """What each expert gets where nothing but shapes is known: its even share."""
+    return [total // num_experts + (expert < total % num_experts) for expert in range(num_experts)]
+
+
+def routes_of(experts: Tensor, weights: Tensor, kept: Tensor | None, counts: list[int]) -> Routes:
+    """experts, weights, kept [tokens, k]: as above. counts: `tokens_by_expert`, on the host."""
+    k, ends = experts.shape[1], tuple(itertools.accumulate(counts))
+    # What is dropped goes behind the last expert, and is cut off.
+    flat = (experts if kept is None else experts.masked_fill(~kept, len(counts))).flatten()
+    order = torch.sort(flat, stable=True).indices
+    by_token = torch.empty_like(order)
+    by_token[order] = torch.arange(len(order), device=order.device)
+    begins = torch.arange(0, len(order), k, device=order.device)
+    if kept is not None and ends[-1] < len(order):
+        by_token = by_token[kept.flatten()]
+        of_token = kept.sum(-1)
+        begins = of_token.cumsum(0) - of_token
+    rows = order[: ends[-1]]
+    return Routes(rows // k, weights.flatten().index_select(0, rows), ends, by_token, begins)
