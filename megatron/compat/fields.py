@@ -144,9 +144,9 @@ class ConfigFields:
         def shown_as(name: str) -> str:
             return f"{type(self).__name__}({name}={getattr(self, name)!r})"
 
-        for name, why in without_effect(used).items():
+        for name, why in without_effect(used, self.values()).items():
             warnings.warn(f"{shown_as(name)} has no effect: {in_fields(why, theirs)}", stacklevel=3)
-        if refused := asked_and_idle(used)[0]:
+        if refused := asked_and_idle(used, self.values())[0]:
             told = (f"{shown_as(u.spelling)} is not supported: {u.entry.fix}" for u in refused)
             raise ValueError("\n".join(told))
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.rectangles import Rectangle
+from megatron.core.transformer.layer_table import expert_layers, layer_table
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.core.words import first_of
 from megatron.interchange.fields import VOCABULARY, Field, Json, SettingError, own_code
 from megatron.interchange.moves import Catalogue, Move, Part, all_rows, stacked
 
@@ -35,7 +37,7 @@ MEANINGLESS = frozenset(
     "unsloth_version unsloth_fixed".split()
 )
 # Far beyond any model; tables of more are not made, whatever a config.json says.
-_MOST_HEADS = 1 << 16
+_MOST_PARTS = 1 << 16
 # What no architecture here has; false or null says so.
 ABSENT = ("is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "pruned_heads",
            "quantization_config", "tie_encoder_decoder")  # fmt: skip
@@ -95,8 +97,9 @@ class Architecture:
                 )
             elif json[key] not in (None, False, {}, []):
                 problems.append(f"{key}: models with it cannot be expressed")
-        if not problems and flags["num_layers"] * flags["num_attention_heads"] > _MOST_HEADS:
-            problems.append(f"more than {_MOST_HEADS} heads of attention in all layers")
+        for parts, key in (("heads of attention", "num_attention_heads"), ("experts", "num_experts")):
+            if not problems and flags["num_layers"] * flags.get(key, 1) > _MOST_PARTS:
+                problems.append(f"more than {_MOST_PARTS} {parts} in all layers")
         if problems:
             raise InterchangeError("config.json: " + "; ".join(problems))
         return HFModel(self, flags | given, json["vocab_size"])
@@ -108,14 +111,15 @@ class Architecture:
         for field in self.settings:
             json |= field.write(config)
         there = self.read(json).config(seq_length=config.seq_length)
+        ours, theirs = _meaning(config), _meaning(there)
         differing = [
-            f"{name} is {getattr(config, name)!r}, {self.model_type} has {getattr(there, name)!r}"
-            for name in _COMPARED
-            if getattr(there, name) != getattr(config, name)
+            f"{name} is {ours.get(name)!r}, {self.model_type} has {theirs.get(name)!r}"
+            for name in {**ours, **theirs}
+            if ours.get(name) != theirs.get(name)
         ]
         if differing:
             raise InterchangeError(
-                f"--model-type {self.model_type} cannot express this model: {'; '.join(differing)}"
+                f"--model-type {self.model_type} cannot express this model: {first_of(differing, '; ')}"
             )
         return json
 
@@ -142,8 +146,23 @@ class Architecture:
 
 # What weights mean by: all but sizes of a run, dropout, initial values and ways to compute the same.
 _COMPARED = tuple(
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings "
+    "num_layers hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings "
     "position_embedding_type rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
     "use_rope_scaling untie_embeddings_and_output_weights embedding_multiplier normalization norm_epsilon "
     "apply_layernorm_1p qk_layernorm activation add_bias_linear add_qkv_bias attention_output_bias".split()
 )
+_COMPARED_OF_EXPERTS = tuple(
+    "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor "
+    "moe_router_num_groups moe_router_group_topk moe_shared_expert_gate".split()
+)
+
+
+def _meaning(config: TransformerConfig) -> dict[str, Any]:
+    """The values that are compared, by name."""
+    names, table = _COMPARED, layer_table(config)
+    values: dict[str, Any] = {}
+    for layer, kind in enumerate(table):
+        values[f"layer {layer}'s MLP"] = kind.experts or kind.mlp_width
+    if expert_layers(config):
+        names += _COMPARED_OF_EXPERTS
+    return {name: getattr(config, name) for name in names} | values

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.interchange.expert_table import MlpNames, experts, mlp
 from megatron.interchange.fields import KEY_VALUE_HEADS, integer, number, only, tied
-from megatron.interchange.moves import Move, all_rows, grouped_qkv, rows_of_one, stacked, whole
+from megatron.interchange.moves import Move, all_rows, grouped_qkv, rows_of_one, whole
 from megatron.interchange.positions import ROPE
 
 SILU = only("hidden_act", ("silu",), "this architecture's MLP is gated by SiLU here (`--swiglu`)")
@@ -32,13 +34,15 @@ ALWAYS = {
 }
 
 
-def decoder(config: TransformerConfig, *, fused: bool = False) -> Iterator[Move]:
-    """`model.layers.N.*` and `model.norm`, with what the configuration has of biases and norms of heads. fused:
-    queries, keys and values in one matrix of theirs, gate and up in another."""
-    hidden, head, ffn = config.hidden_size, config.kv_channels, config.ffn_hidden_size
+def decoder(
+    config: TransformerConfig, *, fused: bool = False, names: MlpNames = MlpNames()
+) -> Iterator[Move]:
+    """`model.layers.N.*` and `model.norm`, with what the configuration has of biases, norms of heads and experts.
+    fused: queries, keys and values in one matrix of theirs, gate and up in another."""
+    hidden, head = config.hidden_size, config.kv_channels
     queries, groups = config.num_attention_heads * head, config.num_query_groups * head
     yield from whole("decoder.final_layernorm.weight", "model.norm.weight", hidden)
-    for layer in range(config.num_layers):
+    for layer, layer_kind in enumerate(layer_table(config)):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         for mine, yours in (("input", "input"), ("pre_mlp", "post_attention")):
             yield from whole(f"{ours}{mine}_layernorm.weight", f"{theirs}{yours}_layernorm.weight", hidden)
@@ -59,8 +63,11 @@ def decoder(config: TransformerConfig, *, fused: bool = False) -> Iterator[Move]
         for name in "qk" if config.qk_layernorm else "":
             norm = f"{ours}self_attention.{name}_layernorm.weight"
             yield from whole(norm, f"{theirs}self_attn.{name}_norm.weight", head)
-        gate_up = [all_rows(f"{theirs}mlp.{name}_proj.weight", ffn) for name in ("gate", "up")]
-        if fused:
-            gate_up = [all_rows(f"{theirs}mlp.gate_up_proj.weight", 2 * ffn)]
-        yield from stacked(f"{ours}mlp.linear_fc1.weight", gate_up, (hidden,))
-        yield from whole(f"{ours}mlp.linear_fc2.weight", f"{theirs}mlp.down_proj.weight", hidden, ffn)
+        if layer_kind.experts:
+            yield from experts(config, f"{ours}mlp.", f"{theirs}{names.block}", names)
+        elif fused:
+            width, its = layer_kind.mlp_width, f"{theirs}mlp."
+            yield from whole(f"{ours}mlp.linear_fc1.weight", f"{its}gate_up_proj.weight", 2 * width, hidden)
+            yield from whole(f"{ours}mlp.linear_fc2.weight", f"{its}down_proj.weight", hidden, width)
+        else:
+            yield from mlp(config, f"{ours}mlp.", f"{theirs}mlp.", names, layer_kind.mlp_width)

@@ -24,6 +24,7 @@ from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.interchange.foreign import EMBEDDING, Foreign
 from megatron.interchange.hf_folder import open_folder
+from megatron.interchange.megatron_args import as_ours
 from megatron.interchange.megatron_folder import METADATA, MegatronSource, open_torch_dist
 from megatron.interchange.megatron_ranks import open_torch
 
@@ -88,7 +89,7 @@ def open_megatron(root: Path, ckpt_step: int | None = None, *, optimizer: bool =
 
 def _megatron_settings(source: MegatronSource) -> dict[str, Any]:
     """Our fields of model and tokenizer in the args of a checkpoint. Raises CheckpointError."""
-    stated = {name: one for name, one in source.args.items() if name in _TAKEN and one is not None}
+    stated = {name: as_ours(name, one) for name, one in source.args.items() if name in _TAKEN and one is not None}
     if missing := [name for name in _NEEDED if name not in stated]:
         raise CheckpointError(f"{source.described_in}: its args say nothing of {', '.join(missing)}")
     if EMBEDDING not in source.tensors:

@@ -154,7 +154,9 @@ def _mapped(directory: Path, arrays: Arrays, catalogue: Catalogue) -> dict[str, 
 
 def _placed(file: str, array: StoredArray, move: Move) -> ArrayChunk:
     box, first = move.ours.box, move.theirs.box.offset
-    return ArrayChunk(box.offset, box.shape, file, array.begin, array.shape, first, move.transposed)
+    more = len(box.shape) - len(first)  # a dim of experts, of which theirs is one
+    stored, at = (1,) * more + array.shape, (0,) * more + first
+    return ArrayChunk(box.offset, box.shape, file, array.begin, stored, at, move.transposed)
 
 
 def _digest(directory: Path, file: str, array: StoredArray) -> tuple[str, tuple[int, ...], str]:

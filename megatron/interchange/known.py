@@ -8,12 +8,23 @@ from typing import Any
 
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.interchange.architecture import Architecture, HFModel, InterchangeError
-from megatron.interchange.architectures import gemma, gpt2, llama, mistral, phi3, qwen2, qwen3
+from megatron.interchange.architectures import (
+    gemma,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 
 # The first that can express a model is what it is exported as where nobody says.
 ARCHITECTURES: dict[str, Architecture] = {
     module.ARCHITECTURE.model_type: module.ARCHITECTURE
-    for module in (llama, gpt2, qwen2, qwen3, gemma, mistral, phi3)
+    for module in (llama, gpt2, qwen2, qwen3, gemma, mistral, phi3, mixtral, qwen2_moe, qwen3_moe)
 }
 
 

@@ -1,8 +1,9 @@
 """Megatron-LM's own checkpoints of `--ckpt-format torch_dist` as sources of weights (floor 0).
 
-Tensors have Megatron's names, which are ours but for two: Transformer Engine's layers keep a norm inside the linear
-layer behind it, and `torch_dist` may keep the layers of a model in one tensor with the layer as first dim. Nothing is
-run: pickles are read by `inert_pickle`, values at their place in the files.
+Tensors have Megatron's names, which are ours but for three: Transformer Engine's layers keep a norm inside the linear
+layer behind it, `torch_dist` may keep the layers of a model in one tensor with the layer as first dim, and experts have
+several spellings (`megatron_experts`). Nothing is run: pickles are read by `inert_pickle`, values at their place in the
+files.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.rectangles import Dims, fill_error
 from megatron.core.safe_files import read_bytes
 from megatron.interchange.architecture import InterchangeError
 from megatron.interchange.inert_pickle import MAX_BYTES, Inert, at, plain, read_pickle
+from megatron.interchange.megatron_experts import experts_joined, halves_joined, of_one_expert
 from megatron.interchange.megatron_state import LEFT_OUT, optimizer_sections
 from megatron.interchange.torch_archive import DTYPES, Archive, is_dims
 
@@ -148,14 +150,15 @@ def _dtype(properties: Any) -> str | None:
 def _named_by_us(stored: Mapping[str, ArrayTensor], path: Path) -> dict[str, ArrayTensor]:
     """Theirs under our names and prefixes, one tensor a layer."""
     named: dict[str, ArrayTensor] = {}
+    routed = any(".mlp.router." in name for name in stored)  # whose norm may have both names
     for name, tensor in stored.items():
         state = _STATE.fullmatch(name)
         prefix, rest = (f"optimizer.{state_name(state[1])}.", state[2]) if state else ("model.", name)
         for ours, part in _layers(rest, tensor):
-            if prefix + ours in named:
+            if prefix + ours in named and not (routed and ".pre_mlp_layernorm." in ours):
                 raise CheckpointError(f"{path}: {prefix + ours!r:.200} is there twice, by two names")
             named[prefix + ours] = part
-    return without_same(named)
+    return without_same(experts_joined(halves_joined(named, path), path))
 
 
 def state_name(theirs: str) -> str:
@@ -195,7 +198,8 @@ def _layers(name: str, tensor: ArrayTensor) -> Iterator[tuple[str, ArrayTensor]]
 
 
 def unfused(name: str) -> str:
-    """Our name of a tensor that may be one of Transformer Engine's layers."""
+    """Our name of a tensor that may be one of Transformer Engine's layers, or of experts."""
+    name = of_one_expert(name)
     if (match := LAYER.fullmatch(name)) is not None:
         for ours, theirs in FUSED.items():
             if match[3].startswith(theirs):

@@ -22,11 +22,11 @@ from megatron.interchange.megatron_folder import (
     unfused,
     without_same,
 )
+from megatron.interchange.megatron_experts import KEPT_IN_FP32, experts_joined, is_of_one, moved, of_one_expert
 from megatron.interchange.megatron_state import LEFT_OUT, inner_optimizer, optimizer_sections
 from megatron.interchange.torch_archive import Archive
 
-_RANK = re.compile(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3}))?")
-_EXPERT_RANK = re.compile(r"mp_rank_[0-9]{2,4}(_[0-9]{3}){2}")  # without pipeline parallelism args tell
+_RANK = re.compile(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
 _FILE, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
 _CHUNK = re.compile(r"model[0-9]{1,3}")
 _COPIES = ("output_layer.weight", "word_embeddings_for_head.weight")  # of tied word embeddings
@@ -51,39 +51,70 @@ class _Shard(NamedTuple):
 def open_torch(directory: Path, *, optimizer: bool = False) -> MegatronSource:
     """One checkpoint's directory of `--ckpt-format torch`: any tensor and pipeline parallel sizes, virtual pipelines.
 
-    optimizer: its moments and main weights too, where there are any. Raises CheckpointError for what is damaged, and
-    InterchangeError for experts, and for states that are flat in the layout of the run that wrote them.
+    optimizer: its moments and main weights too, where there are any. Raises CheckpointError for what is damaged,
+    InterchangeError for experts that are cut otherwise than dense layers, and for states that are flat in the layout of
+    the run that wrote them.
     """
-    grid: dict[tuple[int, int], _Shard] = {}
+    grid: dict[tuple[int, int, int], _Shard] = {}
     for entry in sorted(os.listdir(directory)):
-        if _EXPERT_RANK.fullmatch(entry):
-            raise InterchangeError(f"{directory / entry}: of an expert parallel rank: experts are not read")
         if (match := _RANK.fullmatch(entry)) is not None:
             if optimizer and (directory / entry / _FLAT).exists():
                 raise InterchangeError(
                     f"{directory / entry / _FLAT}: flat buckets of a distributed optimizer: {LEFT_OUT}"
                 )
-            grid[int(match[1]), int(match[2] or 0)] = _shard(directory, f"{entry}/{_FILE}", optimizer)
+            shard = _shard(directory, f"{entry}/{_FILE}", optimizer)
+            tp, second, third = (int(number or 0) for number in match.groups())
+            if match[3] is None and _expert_ranks(shard.args) > 1:  # one number behind tp's: args tell whose
+                second, third = third, second
+            grid[tp, second, third] = shard
     if not grid:
-        raise CheckpointError(f"{directory}: no folder mp_rank_TT or mp_rank_TT_PPP")
-    ranks = max(shard.args.get("expert_model_parallel_size") or 1 for shard in grid.values())
-    if ranks != 1:
-        raise InterchangeError(f"{directory}: files of {ranks} expert parallel ranks: experts are not read")
-    num_tp, num_pp = (max(place[axis] for place in grid) + 1 for axis in range(2))
-    if len(grid) != num_tp * num_pp:
+        raise CheckpointError(f"{directory}: no folder mp_rank_TT, mp_rank_TT_PPP or mp_rank_TT_PPP_EEE")
+    num_tp, num_pp, num_ep = (max(place[axis] for place in grid) + 1 for axis in range(3))
+    if len(grid) != num_tp * num_pp * num_ep:
         raise CheckpointError(
-            f"{directory}: {len(grid)} folders mp_rank_*, expected {num_tp} x {num_pp}: it is not whole"
+            f"{directory}: {len(grid)} folders mp_rank_*, expected {num_tp} x {num_pp} x {num_ep}: it is not whole"
         )
-    first = grid[0, 0]
+    first = grid[0, 0, 0]
+    _check_experts(first.args, num_tp, num_ep, directory)
     if len({len(shard.chunks) for shard in grid.values()}) != 1:
         raise CheckpointError(f"{directory}: not the same number of models in each rank's file")
     stages = [
-        [grid[tp, pp].chunks[chunk] for tp in range(num_tp)]
+        [
+            _all_experts([grid[tp, pp, ep].chunks[chunk] for ep in range(num_ep)], first.args)
+            for tp in range(num_tp)
+        ]
         for chunk in range(len(first.chunks))
         for pp in range(num_pp)
     ]
-    tensors = without_same(_whole(stages, first.args, directory))
+    tensors = without_same(experts_joined(_whole(stages, first.args, directory), directory))
     return MegatronSource(directory, directory, tensors, first.args, first.iteration, first.state)
+
+
+def _expert_ranks(args: Mapping[str, Any]) -> int:
+    return args.get("expert_model_parallel_size") or 1
+
+
+def _check_experts(args: Mapping[str, Any], num_tp: int, num_ep: int, directory: Path) -> None:
+    """Raises InterchangeError."""
+    cut, stated = args.get("expert_tensor_parallel_size") or num_tp, _expert_ranks(args)
+    if cut != num_tp and args.get("num_experts"):
+        raise InterchangeError(
+            f"{directory}: experts are cut over {cut} tensor parallel ranks, dense layers over {num_tp}: such files are "
+            "not read; save with --ckpt-format torch_dist"
+        )
+    if num_ep != stated or (args.get("num_experts") or 0) % num_ep:
+        raise CheckpointError(f"{directory}: files of {num_ep} expert parallel ranks, its args say {stated}")
+
+
+def _all_experts(ranks: Sequence[Mapping[Key, ArrayTensor]], args: Mapping[str, Any]) -> dict[Key, ArrayTensor]:
+    """What expert parallel ranks hold together: the first's, and the experts of the others, numbered through."""
+    held = {(prefix, of_one_expert(name)): tensor for (prefix, name), tensor in ranks[0].items()}
+    each = (args.get("num_experts") or 0) // len(ranks)
+    for number, rank in enumerate(ranks[1:], 1):
+        for (prefix, name), tensor in rank.items():
+            if is_of_one(name := of_one_expert(name)):
+                held[prefix, moved(name, number * each)] = tensor
+    return held
 
 
 def _whole(
@@ -156,7 +187,8 @@ def _states(
             (number, name)
             for number, chunk in enumerate(chunks)
             for (_, name), array in chunk.items()
-            if (len(array.shape) > 1 and not name.endswith(".bias")) == decays
+            if not name.endswith(KEPT_IN_FP32)  # no parameter
+            and (len(array.shape) > 1 and not name.endswith(".bias")) == decays
         ]
         if not isinstance(states, dict) or not isinstance(ids, list) or len(ids) != len(weights):
             raise InterchangeError(

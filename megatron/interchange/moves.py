@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.core.rectangles import Dims, Rectangle, fill_error
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 class Move(NamedTuple):
     """The same elements on both sides. transposed: their matrix is [in, out] where ours is [out, in]; `theirs` is in
-    their order of dims."""
+    their order of dims. Where ours has a dim of experts in front, theirs is the tensor of one expert."""
 
     ours: Part
     theirs: Part
@@ -71,6 +71,13 @@ def stacked(
         yours = Part(part.name, (part.total, *columns), _rows(part.first, part.rows, columns))
         yield Move(mine, _turned(yours) if transposed and columns else yours, transposed and bool(columns))
         first += part.rows
+
+
+def of_expert(expert: int, num_experts: int, moves: Iterable[Move]) -> Iterator[Move]:
+    """The same of one expert's tensors, where ours hold all experts."""
+    for move in moves:
+        (name, shape, box), first = move.ours, (expert, *move.ours.box.offset)
+        yield move._replace(ours=Part(name, (num_experts, *shape), Rectangle(first, (1, *box.shape))))
 
 
 def grouped_qkv(
@@ -136,8 +143,8 @@ class Catalogue:
         problems = _differing("ours", self.ours, self.ours if ours is None else ours)
         problems += _differing("theirs", self.theirs, self.theirs if theirs is None else theirs)
         for move in self.moves:
-            shape = move.theirs.box.shape
-            if move.ours.box.shape != (shape[::-1] if move.transposed else shape):
+            shape = move.theirs.box.shape[:: -1 if move.transposed else 1]
+            if move.ours.box.shape not in (shape, (1, *shape)):
                 both = f"{move.ours.name} {move.ours.box} and {move.theirs.name} {move.theirs.box}"
                 problems.append(f"{both} are not as large as each other")
         problems += _unfilled("ours", [*(move.ours for move in self.moves), *self.padding])

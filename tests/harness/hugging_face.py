@@ -43,6 +43,14 @@ TOYS = {
     "gemma": ("gemma", {**_SIZES, "hidden_size": 48, "head_dim": 12, "num_key_value_heads": 1}),
     "phi3": ("phi3", {**_SIZES, "sliding_window": None, "original_max_position_embeddings": POSITIONS}),
 }
+_ROUTED = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+_SPARSE = {"num_experts": 6, "moe_intermediate_size": 20, **_ROUTED}
+TOYS |= {
+    "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 5, **_ROUTED}),
+    "qwen2-moe": ("qwen2_moe", {**_SIZES, **_SPARSE, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
+    "qwen3-moe": ("qwen3_moe", {**_SIZES, **_SPARSE, "head_dim": 12, "norm_topk_prob": True}),
+    "qwen3-moe-sums": ("qwen3_moe", {**_SIZES, **_SPARSE, "head_dim": 12, "decoder_sparse_step": 2}),
+}
 
 # A vocabulary that tensor parallel ranks do not divide; `save_character_tokenizer` has it.
 ODD = {
@@ -58,6 +66,7 @@ def toy_model(
     depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
     sizes = {**sizes, depth: layers, "vocab_size": vocab or sizes["vocab_size"]}
     config = transformers.AutoConfig.for_model(model_type, **sizes, attn_implementation="eager")
+    config._experts_implementation = "eager"  # the grouped product is not built for fp64
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -71,6 +80,26 @@ def saved_toy(name: str, folder: Path, dtype: torch.dtype = torch.float32, **opt
     model = toy_model(name, dtype)
     model.save_pretrained(folder, **options)
     return model
+
+
+def stored_shapes(model) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors by the names that they have in its files: of experts, which are one tensor in
+    memory, one each."""
+    mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in model.named_parameters():
+        name, shape = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name, tuple(value.shape)
+        prefix, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            parts = [(gate, (shape[1] // 2, shape[2])), (up, (shape[1] // 2, shape[2]))]
+        elif last == "down_proj" and prefix.endswith(".experts"):
+            parts = [(down, shape[1:])]
+        else:
+            shapes[name] = shape
+            continue
+        shapes |= {f"{prefix}.{n}.{part}.weight": its for n in range(shape[0]) for part, its in parts}
+    return shapes
 
 
 CHARACTERS = [*map(chr, range(0x20, 0x7F)), "\n", "\u00e9", "\u00df", "<unk>", "<s>", "</s>"]

@@ -158,18 +158,13 @@ def _their_tensors(found: Found, catalogue: Catalogue, dtype: str | None) -> dic
 
 def _moved(part: ChunkPart, move: Move) -> ArrayChunk:
     """What a stored chunk has of a move, as a rectangle of their tensor."""
-    turn = -1 if move.transposed else 1
-    offset = tuple(map(operator.add, move.theirs.box.offset, part.at.offset[::turn]))
-    chunk = part.chunk
-    return ArrayChunk(
-        offset,
-        part.at.shape[::turn],
-        chunk.file,
-        chunk.begin,
-        chunk.stored,
-        part.inside.offset,
-        move.transposed,
-    )
+    turn, chunk, stored, first = -1 if move.transposed else 1, part.chunk, part.chunk.stored, part.inside.offset
+    more = len(first) - len(move.theirs.shape)
+    if more:  # experts, of which theirs is one: their rows lie one below the other
+        stored, first = (stored[0] * stored[1], *stored[2:]), (first[0] * stored[1] + first[1], *first[2:])
+    offset = tuple(map(operator.add, move.theirs.box.offset, part.at.offset[more:][::turn]))
+    shape = part.at.shape[more:][::turn]
+    return ArrayChunk(offset, shape, chunk.file, chunk.begin, stored, first, move.transposed)
 
 
 def _origin(found: Found, config: Config) -> Path | None:

@@ -37,7 +37,11 @@ from megatron.core.dist_checkpointing.catalog import TRACKER_NAME, Found, direct
 from megatron.core.dist_checkpointing.pieces import TORCH_DTYPES
 from megatron.core.rectangles import Dims, Rectangle
 from megatron.core.safe_files import publish_text, published, sync_directory
+from megatron.core.transformer.layer_table import expert_layers, layer_table
+from megatron.core.transformer.model_config import TransformerConfig
 from megatron.interchange.architecture import InterchangeError
+from megatron.interchange.megatron_args import as_theirs
+from megatron.interchange.megatron_experts import KEPT_IN_FP32, in_torch_dist
 from megatron.interchange.megatron_folder import COMMON, FUSED, LAYER
 from megatron.interchange.megatron_state import LEFT_OUT, SCHEDULE
 from megatron.training.config.config import FIELDS, Config
@@ -56,8 +60,8 @@ _ARGS = ("model", "tokenizer", "optimizer", "training")  # groups of flags that 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
           "expert_model_parallel_size", "data_parallel_size", "world_size")  # fmt: skip
 # Modules of a layer that keep scales of fp8: each is asked for them, where there are none too.
-_WITH_SCALES = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
-                "mlp.linear_fc1", "mlp.linear_fc2")  # fmt: skip
+_WITH_SCALES = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv")
+_FC = ("linear_fc1", "linear_fc2")
 
 
 class Piece(NamedTuple):
@@ -95,7 +99,7 @@ def export_folder(
     if optimizer and dtype is not None:
         raise InterchangeError(f"--dtype {dtype} is for weights alone: add --no-load-optim")
     _refuse_unknown(found, config, optimizer)
-    pieces = list(_pieces(found, config.model.num_layers, optimizer, dtype))
+    pieces = list(_pieces(found, config.model, optimizer, dtype))
     common = _common(found, config, optimizer, {piece.dtype for piece in pieces if piece.source})
     parts = in_files(pieces, lambda piece: num_bytes_of(piece.shape, piece.dtype), max_shard_bytes)
     name = directory_name(found.iteration)
@@ -165,41 +169,67 @@ def _refuse_unknown(found: Found, config: Config, optimizer: bool) -> None:
         raise InterchangeError(f"{found.described_in}: no checkpoint of Megatron-LM: {'; '.join(problems)}")
 
 
-def _pieces(found: Found, num_layers: int, optimizer: bool, dtype: str | None) -> Iterator[Piece]:
+def _pieces(found: Found, model: TransformerConfig, optimizer: bool, dtype: str | None) -> Iterator[Piece]:
     """In the order of our names."""
     for name in found.tensors:
         if name.startswith(MODEL_PREFIX):
             ours = name.removeprefix(MODEL_PREFIX)
-            yield from _cut(found, "", ours, stored_name(found, ours, dtype), dtype)
+            yield from _cut(found, model, "", ours, stored_name(found, ours, dtype), dtype)
         elif optimizer:
             kind, _, ours = name.removeprefix(OPTIMIZER_PREFIX).partition(".")
             theirs = "fp32_param" if name.startswith(MAIN) else kind
-            yield from _cut(found, f"optimizer.state.{theirs}.", ours, name, None)
-    for layer in range(num_layers):
-        for module in _WITH_SCALES:
-            key = f"decoder.layers.{module}._extra_state/shard_{layer}_{num_layers}"
-            yield Piece(key, (), (0,), "", Rectangle((), ()), "U8")
+            yield from _cut(found, model, f"optimizer.state.{theirs}.", ours, name, None)
+    for key in _scales(model):
+        yield Piece(key, (), (0,), "", Rectangle((), ()), "U8")
 
 
-def _cut(found: Found, prefix: str, name: str, source: str, dtype: str | None) -> Iterator[Piece]:
+def _scales(model: TransformerConfig) -> Iterator[str]:
+    """Keys of the scales of fp8, by layer, and of experts by layer and expert."""
+    one_tensor, layers = _layers_in_one_tensor(model), model.num_layers
+    for number, kind in enumerate(layer_table(model)):
+        layer, where = ("", (number, layers)) if one_tensor else (f"{number}.", (0, 1))
+        modules = [*_WITH_SCALES, *(f"mlp.{name}" for name in _FC if kind.experts is None)]
+        if kind.experts is not None and kind.experts.shared_width:
+            modules += [f"mlp.shared_experts.{name}" for name in _FC]
+        for module in modules:
+            yield f"decoder.layers.{layer}{module}._extra_state/shard_{where[0]}_{where[1]}"
+        for expert in range(kind.experts.num_experts if kind.experts else 0):
+            parts = (f"{number}.{expert}", f"{layers}.{kind.experts.num_experts}")
+            parts = parts if one_tensor else (f"{expert}", f"{kind.experts.num_experts}")
+            for name in _FC:
+                yield f"decoder.layers.{layer}mlp.experts.experts.{name}._extra_state/shard_{parts[0]}_{parts[1]}"
+
+
+def _cut(
+    found: Found, model: TransformerConfig, prefix: str, name: str, source: str, dtype: str | None
+) -> Iterator[Piece]:
     """A tensor, in pieces of some rows so that none is larger than PIECE_BYTES unless a row is."""
     shape = found.tensors[source].shape
-    kept = DTYPES[dtype] if dtype else found.tensors[source].dtype
-    layer, key = _named_by_them(name)
-    for box in bands(shape, kept, PIECE_BYTES):
-        yield Piece(prefix + key, layer + box.offset, (1,) * len(layer) + box.shape, source, box, kept)
+    kept = DTYPES[dtype] if dtype and not name.endswith(KEPT_IN_FP32) else found.tensors[source].dtype
+    for layer, key in _named_by_them(name, model):
+        for box in bands(shape, kept, PIECE_BYTES):
+            yield Piece(prefix + key, layer + box.offset, (1,) * len(layer) + box.shape, source, box, kept)
 
 
-def _named_by_them(name: str) -> tuple[Dims, str]:
-    """Their name of a weight of ours, and the layer that it is of, if any, which is its first index."""
+def _named_by_them(name: str, model: TransformerConfig) -> list[tuple[Dims, str]]:
+    """Their name of a weight of ours, and the layer that it is of, where that is its first index. A norm before experts
+    has two: local layers ask for one, Transformer Engine's for the other."""
     match = LAYER.fullmatch(name)
     if match is None:
-        return (), name
-    rest = match[3]
+        return [((), name)]
+    number, names = int(match[2]), [in_torch_dist(match[3])]
     for ours, theirs in FUSED.items():
-        if rest.startswith(ours):
-            rest = theirs + rest.removeprefix(ours)
-    return (int(match[2]),), match[1] + rest
+        if match[3].startswith(ours):
+            kept = names if ours.startswith("pre_mlp") and number in expert_layers(model) else []
+            names = [*kept, theirs + match[3].removeprefix(ours)]
+    if _layers_in_one_tensor(model):
+        return [((number,), match[1] + rest) for rest in names]
+    return [((), f"{match[1]}{number}.{rest}") for rest in names]
+
+
+def _layers_in_one_tensor(model: TransformerConfig) -> bool:
+    """Whether layers are alike."""
+    return len(set(layer_table(model))) == 1
 
 
 def _write_metadata(directory: Path, pieces: Sequence[Piece], places: Sequence[Extent]) -> None:
@@ -233,7 +263,7 @@ def _common(found: Found, config: Config, optimizer: bool, dtypes: set[str]) -> 
         for name, (group, field) in FIELDS.items()
         if group in _ARGS and (info := arg_info(field)) is not None and not info.ours
     }
-    args = {name: value for name, value in config.flat().items() if name in names}
+    args = {name: as_theirs(name, value) for name, value in config.flat().items() if name in names}
     args |= {
         "add_position_embedding": True,
         "bf16": "BF16" in dtypes,

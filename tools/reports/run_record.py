@@ -18,7 +18,7 @@ NOT_LOSSES = {*TAGS.values(), *MEMORY_TAGS, "world-size"}
 MAX_CURVES = 1000
 MAX_METRICS_BYTES = 1 << 32
 HELD_OUT = re.compile(r" (validation|test)(-\S+)?( ppl)?$")
-_NO_LOSS = re.compile(rf"-time$|^(planned|measured)-|{HELD_OUT.pattern}")
+_NO_LOSS = re.compile(rf"-time$|^(planned|measured)-|^moe/|(load_balancing|^z)_loss$|{HELD_OUT.pattern}")
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 

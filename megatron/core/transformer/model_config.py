@@ -166,6 +166,7 @@ class TransformerConfig:
         "probs", "whom a full expert takes: those that weigh most, or the earliest"
     )
     moe_grouped_gemm: bool = arg(False, "the products of a layer's experts as one kernel, where there is one")
+    moe_per_layer_logging: bool = arg(False, "numbers of experts in the record by layer, too")
     # Dropout and initial weights
     attention_dropout: Rate = arg(0.1, "dropout on attention probabilities")
     hidden_dropout: Rate = arg(0.1, "dropout on residual branches and the embedding")

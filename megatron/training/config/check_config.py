@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatron.core.models.gpt.parameter_count import count_parameters, padded_vocabulary
+from megatron.core.models.gpt.parameter_count import ParameterCount, count_parameters, padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.pipeline_parallel.plan.facts import facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import PlanError
@@ -209,10 +209,15 @@ def _pipeline(config: Config, spec: ScheduleSpec | None, unknown: str) -> _Secti
     return facts, [*facts_lines(facts), *layers]
 
 
-def _parameters(grid: RankGrid | None, total: int | None, stages: Sequence[int], why: str | None) -> _Section:
-    """stages: parameters of a rank by pipeline rank, empty where they are not known."""
-    facts: dict[str, Any] = {"total": total, "per_rank": None, "why": why}
-    lines = [f"parameters: {total:,} in all"] if total is not None else []
+def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | None) -> _Section:
+    """why: what is missing where they are not known; those of ranks, where the count has none."""
+    facts: dict[str, Any] = {"total": None, "experts": None, "active": None, "per_rank": None, "why": why}
+    lines, stages = [], () if count is None else count.per_rank
+    if count is not None:
+        facts |= {"total": count.total, "experts": count.experts, "active": count.active}
+        lines.append(f"parameters: {count.total:,} in all")
+    if count is not None and count.experts:
+        lines.append(f"  {count.experts:,} in experts; {count.active:,} active: all but experts that a token does not meet")
     if grid is not None and stages:
         stride, count = grid.strides["pp"], grid.world_size // grid.pp
         facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
@@ -229,24 +234,29 @@ def _count(
     spec: ScheduleSpec | None,
     problems: Sequence[Problem],
     unknown: str,
-) -> tuple[int | None, Sequence[int], str | None]:
+) -> tuple[ParameterCount | None, str | None]:
     """Parameters of the model, and of a rank of each pipeline rank; what is missing where they are not known."""
     model, vocabulary = config.model, config.model.padded_vocab_size
     heads = (model.num_attention_heads, model.kv_channels)
     sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads)
+    broken = {problem.rule for problem in problems}
     if unknown:
-        return None, (), unknown
+        return None, unknown
     if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
-        return None, (), "the model's shape is not complete"
+        return None, "the model's shape is not complete"
+    if "expert-layers" in broken:
+        return None, "which layers have experts is not known: see the problems"
     if vocabulary is None:
-        return None, (), "the tokenizer's files are not here; give --vocab-size"
-    whole = count_parameters(model, vocabulary).total
-    undivided = {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "vocabulary"}
+        return None, "the tokenizer's files are not here; give --vocab-size"
+    undivided = {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "expert-tensor-parallel",
+                 "vocabulary"}  # fmt: skip
+    why = None
     if grid is None:
-        return whole, (), "the ranks do not divide: see the problems"
-    if spec is None:
-        return whole, (), "layers do not divide over stages: see the problems"
-    if not undivided.isdisjoint(problem.rule for problem in problems):
-        return whole, (), "the model does not divide over tensor ranks: see the problems"
-    held = count_parameters(model, vocabulary, tp=grid.tp, stages=spec.stages, placement=spec.placement)
-    return held.total, held.per_rank, None
+        why = "the ranks do not divide: see the problems"
+    elif spec is None:
+        why = "layers do not divide over stages: see the problems"
+    elif not undivided.isdisjoint(broken):
+        why = "the model does not divide over tensor ranks: see the problems"
+    if grid is None or spec is None or why is not None:
+        return dataclasses.replace(count_parameters(model, vocabulary), per_rank=()), why
+    return count_parameters(model, vocabulary, tp=grid.tp, stages=spec.stages, placement=spec.placement), None

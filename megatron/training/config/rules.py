@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.command import as_called
 from megatron.core.config_base import arg_info, bounds_of
-from megatron.training.config import resolve, rules_model, rules_pipeline, rules_training
+from megatron.training.config import resolve, rules_experts, rules_model, rules_pipeline, rules_training
 from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS
 from megatron.training.config.expressions import filled, parsed, rows, value_of
@@ -31,7 +31,7 @@ from megatron.training.config.values import BoundsError, check_bounds
 # Without a plan for a configuration that breaks one of these.
 _BEFORE_PLANS = (
     "schedule-flags schedule-ranks interleaving-chunks pipeline-schedule microbatch-group interleave-group "
-    "interleaving-microbatches dualpipe-v-microbatches pipeline-limits rank-memory-limit plan-size"
+    "interleaving-microbatches dualpipe-v-microbatches pipeline-limits rank-memory-limit plan-size expert-layers"
 ).split()
 
 _GIVE = "give a value, here or in the file of --yaml-cfg"
@@ -57,7 +57,7 @@ def can_plan(c: RuleContext) -> bool:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"can_plan": can_plan} | {
     name: function
-    for module in (resolve, rules_training, rules_model, rules_pipeline)
+    for module in (resolve, rules_training, rules_model, rules_experts, rules_pipeline)
     for name, function in vars(module).items()
     if inspect.isfunction(function) and function.__module__ == module.__name__
 }
@@ -126,7 +126,7 @@ def broken_rules(context: RuleContext, about: Collection[str] | None = None) -> 
 
 def unsupported_flags(context: RuleContext) -> list[Problem]:
     """Flags of Megatron's (or of later issues) that ask for something we do not do, all of them."""
-    asked, _ = asked_and_idle(context.used)
+    asked, _ = asked_and_idle(context.used, vars(context.config.model))
     refused = [(" ".join((u.spelling, *u.words)), u.spelling, u.entry.fix) for u in asked]
     for name, entry in flag_table().items():
         value = getattr(context, name) if entry.allowed is not None else None
@@ -139,26 +139,30 @@ def unsupported_flags(context: RuleContext) -> list[Problem]:
     return [Problem("not-supported", (flag,), f"{shown}{NOT_SUPPORTED}", fix) for shown, flag, fix in refused]
 
 
-def asked_and_idle(used: Sequence[UsedFlag]) -> tuple[list[UsedFlag], list[UsedFlag]]:
-    """Of flags that are not supported, those that ask for something, and settings of features that nobody asks for."""
+def asked_and_idle(
+    used: Sequence[UsedFlag], values: Mapping[str, Any]
+) -> tuple[list[UsedFlag], list[UsedFlag]]:
+    """Of flags that are not supported, those that ask for something, and settings of features that nobody asks for.
+    values: of fields, which may be such features."""
     unsupported = (u for u in used if u.entry.state is FlagState.UNSUPPORTED)
     asking = [u for u in unsupported if not u.entry.asks_for_nothing(u.words)]
-    spelled = {u.entry.spelling for u in asking}
-    idle = [u for u in asking if u.entry.setting_of and spelled.isdisjoint(u.entry.setting_of)]
+    there = {u.entry.spelling for u in asking} | {spelled(name) for name in FIELDS if values.get(name)}
+    idle = [u for u in asking if u.entry.setting_of and there.isdisjoint(u.entry.setting_of)]
     return [u for u in asking if u not in idle], idle
 
 
-def without_effect(used: Sequence[UsedFlag]) -> dict[str, str]:
-    """Why, by spelling: flags that are accepted without effect, and settings of features that nobody asks for."""
+def without_effect(used: Sequence[UsedFlag], values: Mapping[str, Any]) -> dict[str, str]:
+    """Why, by spelling: flags that are accepted without effect, and settings of features that nobody asks for. values:
+    of fields."""
     told = {u.spelling: u.entry.why for u in used if u.entry.state is FlagState.INERT}
-    for u in asked_and_idle(used)[1]:
+    for u in asked_and_idle(used, values)[1]:
         told[u.spelling] = f"it is a setting of {' or '.join(u.entry.setting_of)}, which is not given"
     return told
 
 
 def inert_flags(used: Sequence[UsedFlag], values: Mapping[str, Any]) -> list[str]:
     """A warning for each accepted flag without effect, with why. values: of fields that something was said of."""
-    told = without_effect(used)
+    told = without_effect(used, values)
     for entry in flag_table().values():
         if entry.state is FlagState.INERT and entry.field is not None:
             default = entry.field.default

@@ -23,6 +23,7 @@ from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output, on_terminal, say, show_bar, terminal_width
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
 from megatron.training.report import metrics, screen
+from megatron.training.report.experts import ExpertTotals, balancing_means
 from megatron.training.report.progress import ProgressLine, append_progress
 from megatron.training.report.session import Session
 from megatron.training.report.timers import RunClock, format_block, time_scalars
@@ -137,6 +138,10 @@ class Reporter:
         self._log = session.config.logging
         self._totals = metrics.IntervalTotals()  # since the last line
         self._unrecorded = metrics.IntervalTotals()  # since the last record
+        by_layer = session.config.model.moe_per_layer_logging
+        self._experts, self._unrecorded_experts = (  # since the last line, the last record
+            ExpertTotals(session.config.model, by_layer=by_layer) for _ in range(2)
+        )
         self._first_iteration = state.iteration + 1
         self._memory_every = session.config.profiling.log_memory_interval
         self._memory_said = self._memory_every is not None
@@ -157,6 +162,7 @@ class Reporter:
     def start_interval(self, now: float | None = None) -> None:
         """An interval begins, now or then by the run's clock."""
         self._totals.reset()
+        self._experts.reset()
         self._flops = 0.0
         self._interval_started = self._clock.now() if now is None else now
 
@@ -174,10 +180,12 @@ class Reporter:
         """
         session, iteration = self._session, self._state.iteration
         tokens = batch_size * session.config.model.seq_length
+        num_microbatches = batch_size // session.config.training.micro_batch_size
+        losses = {**result.losses, **balancing_means(result.layers, num_microbatches)}
         for totals in (self._totals, self._unrecorded):
-            totals.add_iteration(
-                result.losses, skipped=result.skipped, tokens=tokens, rolled_back=result.rolled_back
-            )
+            totals.add_iteration(losses, skipped=result.skipped, tokens=tokens, rolled_back=result.rolled_back)
+        for experts in (self._experts, self._unrecorded_experts):
+            experts.add_iteration(result.layers, num_microbatches, skipped=result.skipped)
         self._flops += train_step_flops(session.config, batch_size)
         if result.note:
             session.print_rank_last(f" iteration {iteration}: {result.note}")
@@ -191,6 +199,8 @@ class Reporter:
             self._report(result, batch_size, bubbles)
         session.print_rank_last(*(line for one in measured for line in one.lines()), brief="")
         if self._ends_interval(iteration):
+            if tokens_by_layer := self._experts.tokens():
+                self.writers.event("experts", iteration, tokens=tokens_by_layer)
             self._report_timers()
             if not self._memory_said and iteration > self._first_iteration:  # when all of it is in use
                 self._memory_said = True
@@ -238,10 +248,11 @@ class Reporter:
             scalars = metrics.iteration_scalars(record)
             if self._log.log_memory_to_tensorboard:
                 scalars |= metrics.memory_scalars(self._session.device.memory())
-            scalars |= self._scalars
+            scalars |= self._scalars | self._unrecorded_experts.scalars()
             self.writers.record(scalars, step=record.iteration, samples=record.consumed_samples)
             self._scalars = {}
             self._unrecorded.reset()
+            self._unrecorded_experts.reset()
 
     def _line(self, result: StepResult, batch_size: int) -> metrics.IterationRecord:
         state, totals, log = self._state, self._totals, self._log

@@ -33,6 +33,23 @@ def _qwen3(layers, hidden, heads, ffn, **more):
     return _like_llama("qwen3", layers, hidden, heads, 8, ffn, 151936, 40960, 1e6, head_dim=128, **more)
 
 
+def _mixtral(layers, hidden, heads, ffn, vocab, positions):
+    return _like_llama("mixtral", layers, hidden, heads, 8, ffn, vocab, positions, 1e6, num_local_experts=8,
+                       num_experts_per_tok=2, router_aux_loss_coef=0.02, sliding_window=None)  # fmt: skip
+
+
+def _qwen3_moe(layers, hidden, heads, ffn, width):
+    return _like_llama("qwen3_moe", layers, hidden, heads, 4, ffn, 151936, 40960, 1e6, head_dim=128, num_experts=128,
+                       num_experts_per_tok=8, moe_intermediate_size=width, norm_topk_prob=True, decoder_sparse_step=1,
+                       mlp_only_layers=[], max_window_layers=layers)  # fmt: skip
+
+
+def _qwen2_moe(layers, hidden, heads, groups, ffn, width, shared, experts, topk, positions):
+    return _like_llama("qwen2_moe", layers, hidden, heads, groups, ffn, 151936, positions, 1e6, num_experts=experts,
+                       num_experts_per_tok=topk, moe_intermediate_size=width, norm_topk_prob=False,
+                       shared_expert_intermediate_size=shared)  # fmt: skip
+
+
 PUBLISHED = {
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
@@ -59,4 +76,10 @@ PUBLISHED = {
     "gemma-7b": _like_llama("gemma", 28, 3072, 16, 16, 24576, 256000, 8192, 1e4, head_dim=256),
     "phi-3-mini-4k": _like_llama("phi3", 32, 3072, 32, 32, 8192, 32064, 4096, 1e4,
                                  original_max_position_embeddings=4096, sliding_window=None),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32000, 65536),
+    "qwen1.5-moe-a2.7b": _qwen2_moe(24, 2048, 16, 16, 5632, 1408, 5632, 60, 4, 8192),
+    "qwen2-57b-a14b": _qwen2_moe(28, 3584, 28, 4, 18944, 2560, 20480, 64, 8, 32768),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, 768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, 1536),
 }  # fmt: skip

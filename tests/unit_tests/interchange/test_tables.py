@@ -1,14 +1,17 @@
 """Each architecture's table at published sizes: every element once, names and shapes those of both models."""
 
 import dataclasses
+import math
 import random
 
 import pytest
 import torch
 
 from megatron.core.models.gpt.gpt import GPTModel
+from megatron.core.models.gpt.parameter_count import count_parameters
 from megatron.core.rectangles import Rectangle
 from megatron.interchange.known import ARCHITECTURES, expressing, read_config
+from tests.harness.hugging_face import stored_shapes
 from tests.unit_tests.interchange.published import PUBLISHED
 
 transformers = pytest.importorskip("transformers")
@@ -48,8 +51,7 @@ def test_names_and_shapes_are_those_of_both_models(name):
     made = transformers.AutoConfig.for_model(**json)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(made)
-    shapes = {key: tuple(value.shape) for key, value in theirs.named_parameters()}
-    assert catalogue.theirs == shapes
+    assert catalogue.theirs == stored_shapes(theirs)
     assert type(theirs).__name__ == model.architecture.class_name
 
 
@@ -66,10 +68,31 @@ def test_config_json_comes_back(name):
     of_made, of_theirs = made.to_dict(), theirs.to_dict()
     differing = {key for key in of_made.keys() | of_theirs.keys() if of_made.get(key) != of_theirs.get(key)}
     spelled_otherwise = {"sliding_window", "max_window_layers", "hidden_act", "hidden_activation", "n_inner",
-                         "rope_theta", "rope_scaling", "n_ctx", "head_dim", "layer_types"}  # fmt: skip
+                         "rope_theta", "rope_scaling", "n_ctx", "head_dim", "layer_types",
+                         "router_aux_loss_coef"}  # fmt: skip
     assert differing <= ignored | spelled_otherwise, differing
     for key in differing & {"head_dim"}:
         assert of_made[key] == model.config().kv_channels
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "experts", "active"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 45_097_156_608, 12_879_925_248),
+        ("mixtral-8x22b", 140_620_634_112, 135_291_469_824, 39_152_031_744),
+        ("qwen3-30b-a3b", 30_532_122_624, 28_991_029_248, 3_353_032_704),
+        ("qwen3-235b-a22b", 235_093_634_560, 227_096_395_776, 22_190_763_520),
+    ],
+)
+def test_published_totals(name, total, experts, active):
+    """All, those in experts, and all but those in experts that a token does not meet: of the tables, and by formula."""
+    model, catalogue = catalogue_of(name)
+    numel = {key: math.prod(shape) for key, shape in catalogue.ours.items()}
+    in_experts = sum(count for key, count in numel.items() if ".mlp.experts." in key)
+    assert (sum(numel.values()), in_experts) == (total, experts)
+    assert total - in_experts + in_experts * model.config().moe_router_topk // model.config().num_experts == active
+    counted = count_parameters(model.config(), model.vocab_size)
+    assert (counted.total, counted.experts, counted.active) == (total, experts, active)
 
 
 def test_both_ways_compose_to_the_identity():
@@ -93,8 +116,8 @@ def _moved(catalogue, tensors, side, other):
     """Those of one side as the other has them; -1 where nothing comes."""
     made = {key: torch.full(shape, -1) for key, shape in getattr(catalogue, other).items()}
     for move in catalogue.moves:
-        part = _view(tensors, getattr(move, side))
-        _view(made, getattr(move, other)).copy_(part.t() if move.transposed else part)
+        part, into = (_view(there, getattr(move, of)) for there, of in ((tensors, side), (made, other)))
+        into.copy_(part.t() if move.transposed else part.reshape(into.shape))
     return made
 
 
@@ -103,8 +126,10 @@ def _tiny(json):
         return {"n_embd": 16, "n_head": 4, "n_positions": 8, "vocab_size": 13}
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 13}
     groups = {32: 4, 16: 4, 1: 1}.get(json["num_key_value_heads"], 2)
-    head = 4 if json["model_type"] in ("phi3", "qwen2") else 6
-    return {**sizes, "num_key_value_heads": groups, "head_dim": head}
+    head = 4 if json["model_type"] in ("phi3", "qwen2", "qwen2_moe") else 6
+    few = {"num_local_experts": 3, "num_experts": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 7}
+    experts = {key: value for key, value in few.items() if key in json}
+    return {**sizes, "num_key_value_heads": groups, "head_dim": head, **experts}
 
 
 def _numbered(shapes):
