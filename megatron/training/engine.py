@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from torch import Tensor, nn
@@ -81,10 +81,12 @@ class Engine:
         Communicates over data parallel ranks where those of the last step are not gathered yet.
         """
         self.model.settle_weights()
-        pieces = weight_pieces(self.model.buffer)
-        for name, bias in self.biases.named().items():
-            pieces.append(LocalPiece(f"model.{name}", tuple(bias.shape), (0,), bias))
-        return pieces
+        return weight_pieces(self.model.buffer) + bias_pieces(self.biases.named())
+
+
+def bias_pieces(named: Mapping[str, Tensor]) -> list[LocalPiece]:
+    """Biases of routers, which each rank has whole, as `weight_pieces`."""
+    return [LocalPiece(f"model.{name}", tuple(one.shape), (0,) * one.dim(), one) for name, one in named.items()]
 
 
 def weight_pieces(buffer: FlatBuffer, names: Iterable[str] | None = None) -> list[LocalPiece]:
