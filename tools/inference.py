@@ -119,9 +119,13 @@ def filled_model(config: Config, load: Load, ps: ParallelState) -> GPTModel:
 
     from megatron.core.dist_checkpointing.state import pieces_of
     from megatron.core.tensor_parallel.mappings import TensorParallel
+    from megatron.training.engine import bias_pieces
     from megatron.training.run.build import part_of_model
     from megatron.training.run.checkpointing import MODEL_PREFIX
 
+    config = config.replace(
+        moe_expert_capacity_factor=None
+    )  # a text does not depend on what is written beside it
     layers, stage, stages = config.model.num_layers, ps.pp_rank, ps.pp_size
     if layers < stages:
         raise ValueError(f"--pipeline-model-parallel-size {stages}: the model has {counted(layers, 'layer')}")
@@ -136,7 +140,8 @@ def filled_model(config: Config, load: Load, ps: ParallelState) -> GPTModel:
     model.to_empty(device=ps.device.torch_device)
     prefix = MODEL_PREFIX.removesuffix(".")
     named = model.named_parameters()
-    load([piece for name, weight in named for piece in pieces_of(prefix, model.param_meta[name], weight)], ps)
+    pieces = [piece for name, weight in named for piece in pieces_of(prefix, model.param_meta[name], weight)]
+    load(pieces + bias_pieces(dict(model.named_buffers())), ps)
     return model.eval()
 
 

@@ -134,6 +134,8 @@ class GPTModelOfSpec(gpt.GPTModel, ModuleOfConfig):
             raise TypeError(f"GPTModel: unknown arguments: {', '.join(unknown)}")
         check_fields("GPTModel", config.values() | flags, _OF_MODEL, called)
         made_with = dataclasses.replace(config.group(ModelFlags), **flags).resolved()
+        if made_with.num_experts is not None:  # whose losses and biases a loop of one's own knows nothing of
+            raise ValueError("GPTModel: num_experts is for pretrain(), docs/roadmap.md; leave it out")
         super().__init__(
             made_with,
             padded_vocab_size=vocab_size,

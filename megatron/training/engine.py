@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamSche
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.plan.spec import StageSpec
 from megatron.core.sharding_table import ShardOver
+from megatron.core.transformer.moe.expert_bias import ExpertBiases
 from megatron.core.units import declared_units
 from megatron.core.weight_grad import WeightGradAccumulator
 
@@ -52,6 +53,7 @@ class Engine:
     optimizer: MixedPrecisionOptimizer
     scheduler: OptimizerParamScheduler
     scaler: GradScaler
+    biases: ExpertBiases
 
     @property
     def memory_tracker(self) -> MemoryTracker:
@@ -79,7 +81,14 @@ class Engine:
         Communicates over data parallel ranks where those of the last step are not gathered yet.
         """
         self.model.settle_weights()
-        return weight_pieces(self.model.buffer)
+        return weight_pieces(self.model.buffer) + bias_pieces(self.biases.named())
+
+
+def bias_pieces(named: Mapping[str, Tensor]) -> list[LocalPiece]:
+    """Biases of routers, which each rank has whole, as `weight_pieces`."""
+    return [
+        LocalPiece(f"model.{name}", tuple(one.shape), (0,) * one.dim(), one) for name, one in named.items()
+    ]
 
 
 def weight_pieces(buffer: FlatBuffer, names: Iterable[str] | None = None) -> list[LocalPiece]:

@@ -206,6 +206,8 @@ def reference_experts(c: TransformerConfig) -> ReferenceExperts:
         by_position=c.moe_token_drop_policy == "position",
         shared=c.moe_shared_expert_intermediate_size or 0,
         shared_gate=c.moe_shared_expert_gate,
+        sinkhorn="sinkhorn" in words,
+        biased=c.moe_router_enable_expert_bias,
         pattern=tuple(int(kind.experts is not None) for kind in layer_table(c)),
     )
 

@@ -21,6 +21,10 @@ ROUTERS = {
     "qwen2": "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate "
     "--moe-router-load-balancing-type seq_aux_loss",
     "drops": "--moe-expert-capacity-factor 0.75 --moe-router-dtype fp64",
+    "deepseek": "--moe-router-score-function sigmoid --moe-router-topk 3 --moe-router-num-groups 2 "
+    "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05",
+    "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-router-topk 1 "
+    "--moe-input-jitter-eps 0.1",
     "first_dense": "--moe-layer-freq [0]*3+[1] --moe-router-score-function sigmoid "
     "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position --moe-shared-expert-intermediate-size 16",
 }

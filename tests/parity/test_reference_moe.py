@@ -2,11 +2,13 @@
 1e-10."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.core.transformer.moe.counted import TOKENS
+from megatron.core.transformer.moe.expert_bias import ExpertBiases
 from tests.harness.reference_moe import ReferenceMoe
 from tests.harness.tiny_models import SWIGLU, backward_microbatch, reference_of, tiny_batch, tiny_model
 
@@ -23,6 +25,7 @@ ROUTERS = {
     "sigmoid": {**SIGMOID, "moe_router_topk": 3},
     "sigmoid_k1": {**SIGMOID, "moe_router_topk": 1},
     "sigmoid_groups": {**SIGMOID, **GROUPS, "moe_router_topk": 4, "moe_router_topk_scaling_factor": 2.5},
+    "bias": {**SIGMOID, **GROUPS, "moe_router_topk": 4, "moe_router_enable_expert_bias": True},
     "shared": {"moe_shared_expert_intermediate_size": 40},
     "shared_gate": {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
     "every_second": {"moe_layer_freq": "[0,1]", "moe_router_dtype": "fp64"},
@@ -54,7 +57,9 @@ SETTINGS = sorted(
         for (i, router), j in itertools.product(enumerate(ROUTERS), range(5))
     }
 )
+SINKHORN = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_z_loss_coeff": 0.05}
 SAMPLE = SETTINGS[::6]
+RATE = 0.05
 
 
 def test_enough_settings():
@@ -70,6 +75,8 @@ def compare_steps(flags):
     ours, theirs = (
         torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.1) for one in (model, reference)
     )
+    alone = SimpleNamespace(size=1)
+    biases = ExpertBiases([model], RATE, alone)
     for step in range(10):
         batch = tiny_batch(seed=step)
         model.context.counts.clear()
@@ -78,13 +85,20 @@ def compare_steps(flags):
         (expected + reference.added()).backward()
         for number, layer in enumerate(reference.decoder.layers):
             if isinstance(layer.mlp, ReferenceMoe):
-                assert model.context.counts.totals[number, TOKENS].tolist() == layer.mlp.counts
+                counts = model.context.counts.totals[number, TOKENS].tolist()
+                assert counts == layer.mlp.counts
+                if layer.mlp.e.biased:
+                    mean = sum(counts) / len(counts)
+                    moved = [RATE * ((count < mean) - (count > mean)) for count in counts]
+                    layer.mlp.router.expert_bias += torch.tensor(moved)
         for name, grad in model.summed_grads().items():
             difference = (grad - reference.get_parameter(name).grad).abs().max()
             assert difference < 1e-10, (step, name, difference)
             model.get_parameter(name).grad = grad.clone()
         norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (model, reference)]
         assert abs(norms[0] - norms[1]) < 1e-10
+        biases.gather()
+        biases.step(1.0)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -93,6 +107,9 @@ def compare_steps(flags):
         assert abs(loss.item() - expected.item()) < 1e-10, step
     for name, parameter in reference.named_parameters():
         assert (model.get_parameter(name) - parameter).abs().max() < 1e-10, name
+    for name, bias in biases.named().items():
+        assert torch.equal(bias, reference.get_buffer(name).float()), name
+        assert bias.any()
 
 
 def settings(names):
@@ -102,6 +119,11 @@ def settings(names):
 @settings(SAMPLE)
 def test_ten_steps(router, losses, dropping):
     compare_steps(ROUTERS[router] | LOSSES[losses] | DROPPING[dropping])
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_ten_steps_of_sinkhorn(topk):
+    compare_steps({**SINKHORN, "moe_router_topk": topk})
 
 
 @pytest.mark.full

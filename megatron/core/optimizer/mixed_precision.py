@@ -96,6 +96,7 @@ class MixedPrecisionOptimizer(Stepper):
         self.ps = ps
         self.num_steps = 0
         self.rollback_by = RollbackBy.SNAPSHOT
+        self.followers: list[Stepper] = []  # whose steps are taken, and taken back, with these
         self._kept: _Kept | None = None
         self._index = GlobalNormIndex(buffer, ps)
         if not self._index.size:
@@ -165,6 +166,8 @@ class MixedPrecisionOptimizer(Stepper):
         self._update.step(self._converted(factor))
         self.num_steps += 1
         self.buffer.copy_main_to_weights()
+        for one in self.followers:
+            one.step(divisor, clip_coefficient)
 
     def weights_finite(self) -> Tensor:
         """Whether this rank's part of the model's weights is finite: 0-d bool. Main weights are finite then, too, as
@@ -178,6 +181,8 @@ class MixedPrecisionOptimizer(Stepper):
         self._tracker.hold("snapshot", "", self.snapshot_bytes())
         inverse = self.rollback_by is RollbackBy.INVERSE
         self._kept = _Kept(self.num_steps, None if inverse else [one.clone() for one in self._mutable()])
+        for one in self.followers:
+            one.snapshot()
 
     def rollback(self) -> None:
         """Put back what `snapshot` kept, bit for bit, and this rank's part of the model's weights, which are rounded
@@ -196,12 +201,16 @@ class MixedPrecisionOptimizer(Stepper):
                 tensor.copy_(kept)
         self.buffer.copy_main_to_weights()
         self.num_steps = self._kept.num_steps
+        for one in self.followers:
+            one.rollback()
 
     def commit(self) -> None:
         """Forget what `snapshot` kept."""
         assert self._kept is not None, "commit() without snapshot()"
         self._tracker.free("snapshot", "", num_bytes(self._kept.copies or ()))
         self._kept = None
+        for one in self.followers:
+            one.commit()
 
     def snapshot_bytes(self) -> int:
         """What `snapshot` takes."""

@@ -149,11 +149,26 @@ class TransformerConfig:
         None, "groups of experts, of which each token meets some only", weights=True
     )
     moe_router_group_topk: Experts | None = arg(None, "groups that a token meets", weights=True)
+    moe_router_enable_expert_bias: bool = arg(
+        False,
+        "each expert's score has a bias where experts are chosen, moved once a step towards equal load",
+        weights=True,
+    )
+    moe_router_bias_update_rate: float = arg(
+        1e-3, "how far a step moves the biases of --moe-router-enable-expert-bias"
+    )
+    moe_router_force_load_balancing: bool = arg(
+        False, "choose experts at random, for benchmarks; the router learns as if it had chosen them"
+    )
+    moe_input_jitter_eps: Rate | None = arg(
+        None, "the router's input times numbers from 1 - eps to 1 + eps, in training"
+    )
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
         None, "arithmetic of the router's product", derived="of the weights"
     )
-    moe_router_load_balancing_type: tuple[Literal["aux_loss", "seq_aux_loss", "none"], ...] = arg(
-        ("aux_loss",), "what keeps experts equally busy: losses, each with its coefficient, or none"
+    moe_router_load_balancing_type: tuple[Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"], ...] = arg(
+        ("aux_loss",),
+        "what keeps experts equally busy: losses, each with its coefficient; choosing by sinkhorn; or none",
     )
     moe_aux_loss_coeff: tuple[float, ...] = arg(
         (0.0,), "coefficients of the losses of --moe-router-load-balancing-type"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.transformer.layer_table import expert_pattern
-from megatron.training.config.rule_table import RuleContext, refusal
+from megatron.training.config.rule_table import RuleContext, refusal, spelled
 
 
 def pattern_fault(c: RuleContext) -> str | None:
@@ -23,7 +23,8 @@ def layers_without_experts(c: RuleContext) -> bool:
 def weight_is_one(c: RuleContext) -> bool:
     """Whether the softmax over what is chosen is of one number."""
     after = c.moe_router_score_function == "softmax" and not c.moe_router_pre_softmax
-    return c.num_experts is not None and c.moe_router_topk == 1 and after
+    scaled = "sinkhorn" in c.moe_router_load_balancing_type
+    return c.num_experts is not None and c.moe_router_topk == 1 and after and not scaled
 
 
 def groups_fault(c: RuleContext) -> str | None:
@@ -42,6 +43,18 @@ def groups_fault(c: RuleContext) -> str | None:
         held = f"{chosen} groups of {experts // groups} experts"
         return f"--moe-router-topk {topk}: at least one expert of each of {held} is chosen, and no more than these have"
     return None
+
+
+def sinkhorn_fault(c: RuleContext) -> str | None:
+    """What sinkhorn does not do."""
+    if c.num_experts is None or "sinkhorn" not in c.moe_router_load_balancing_type:
+        return None
+    others = (
+        "moe_expert_capacity_factor", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+        "moe_router_num_groups", "moe_router_enable_expert_bias", "moe_router_score_function",
+    )  # fmt: skip
+    given = ", ".join(spelled(name) for name in others if c.differs(name))
+    return f"--moe-router-load-balancing-type sinkhorn with {given}" if given else None
 
 
 def balancing_fault(c: RuleContext) -> str | None:

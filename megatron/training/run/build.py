@@ -30,6 +30,7 @@ from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
+from megatron.core.transformer.moe.expert_bias import ExpertBiases
 from megatron.core.transport import host_data
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.imagined import ImaginedWorld
@@ -140,7 +141,10 @@ def build_engine(
     model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
     model.release_gradients()
     scheduler, scaler = scheduler_of(config, optimizer.param_groups), build_grad_scaler(config.optimizer)
-    return Engine(chunks, model, meta, optimizer, scheduler, scaler)
+    biases = ExpertBiases(modules, config.model.moe_router_bias_update_rate, ps.dp_group)
+    biases.materialise(ps.device.torch_device)
+    optimizer.followers.append(biases)
+    return Engine(chunks, model, meta, optimizer, scheduler, scaler, biases)
 
 
 def imagined_world(config: Config, rank: int = 0) -> ImaginedWorld:

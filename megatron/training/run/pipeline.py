@@ -158,6 +158,7 @@ class PipelineRunner:
             self._engine.model.reductions.check_reduced()
         with self._timers("all-grads-sync", log_level=2):
             self._engine.model.finish()
+            self._engine.biases.gather()
         self._step_s = time.monotonic() - self._began_s
         return self._named(self._step.numbers, True)
 

@@ -7,16 +7,18 @@ all that follows is computed for the whole microbatch, on every rank alike (`rou
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device import new_generator
 from megatron.core.module import ModelContext
 from megatron.core.param_meta import InitKind
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.parallel_layers import Route
+from megatron.core.tensor_parallel.random import DropoutSite
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.moe import balancing, counted, routing
@@ -59,6 +61,18 @@ class ReplicatedLinear(NamedTuple):
         return (in_dtype(dy @ in_dtype(weight, self.dtype), x.dtype),)
 
 
+class _Replaced(NamedTuple):
+    """A `GradFunction` of x, whose gradient is that of what takes its place."""
+
+    other: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        return self.other, ()
+
+    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
+        return (dy,)
+
+
 class Router(SinkModule):
     """Hidden states [s/tp, b, h] -> the routes of the whole microbatch. Communicates over tp."""
 
@@ -79,15 +93,33 @@ class Router(SinkModule):
         if config.add_bias_linear:
             regions = whole_region(shape[:1], self.tp, partial=partial)
             self.bias = self.new_parameter("bias", shape[:1], InitKind.ZEROS, regions)
+        self.expert_bias: Tensor | None
+        bias = None
+        if config.moe_router_enable_expert_bias:
+            bias = torch.zeros(num_experts, dtype=torch.float32, device=factory.device)
+        self.register_buffer("expert_bias", bias)
         self.losses = counted.balancing_losses(config)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As of every module; the bias stays fp32, whatever the weights become."""
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:
+            self.expert_bias = self.expert_bias.float()
+        return self
 
     def forward(self, x: Tensor) -> Routes:
         config, batch = self.config, x.shape[1]
-        logits = self._logits(x)  # [s b, experts]
+        logits = self._logits(self._jittered(x))  # [s b, experts]
+        if config.moe_router_force_load_balancing:
+            generator = self._generator("forced_balance", logits)
+            logits = apply(_Replaced(torch.empty_like(logits).normal_(generator=generator)), logits)
         work = in_dtype(logits, torch.promote_types(logits.dtype, torch.float32))
         if self.training and config.moe_z_loss_coeff:
             work = self._with_loss(work, counted.Z_LOSS, balancing.z_loss(work), config.moe_z_loss_coeff)
-        experts, weights = routing.chosen_experts(config, work, None)
+        if "sinkhorn" in config.moe_router_load_balancing_type:
+            experts, weights = routing.by_sinkhorn(config, work, self.training)
+        else:
+            experts, weights = routing.chosen_experts(config, work, self.expert_bias)
         kept = routing.within_capacity(config, experts, weights, self.num_experts)
         if self.training:
             weights = self._balanced(weights, work, batch)
@@ -102,6 +134,20 @@ class Router(SinkModule):
                 self._count(counted.DROPPED, routing.tokens_by_expert(experts, ~kept, self.num_experts))
             counts = of_experts.tolist()  # sync: how many rows each product has
         return routing.routes_of(experts, weights, kept, counts)
+
+    def _jittered(self, x: Tensor) -> Tensor:
+        """x times numbers near 1, which follow from a token's place in the microbatch."""
+        eps = self.config.moe_input_jitter_eps
+        if eps is None or not self.training:
+            return x
+        parts = self.tp.size if self.tp.sequence_parallel else 1
+        noise = x.new_empty(parts * x.shape[0], *x.shape[1:])
+        noise.uniform_(1.0 - eps, 1.0 + eps, generator=self._generator("jitter", x))
+        return x * mappings.sequence_slice(noise, self.tp)
+
+    def _generator(self, site: str, like: Tensor) -> torch.Generator | None:
+        """The same on all tensor parallel ranks."""
+        return new_generator(like.device, DropoutSite(self.context, self.layer, site).seed())
 
     def _logits(self, x: Tensor) -> Tensor:
         asked = self.config.moe_router_dtype

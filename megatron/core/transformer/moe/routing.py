@@ -17,6 +17,10 @@ from torch import Tensor
 from megatron.core.transformer.model_config import TransformerConfig
 
 _TINY = 1e-20  # of what sigmoids are divided by, as upstream has it
+_CHANGE, _GUARD = (
+    1e-4,
+    1e-8,
+)  # of sinkhorn's factors: when they stay as they are, and what is never divided by
 
 
 class Routes(NamedTuple):
@@ -37,6 +41,26 @@ def largest(scores: Tensor, count: int) -> Tensor:
     """The places [..., count] of the largest scores along the last dim, of equal ones the first, in rising order."""
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
     return best.sort(-1).values
+
+
+def by_sinkhorn(config: TransformerConfig, logits: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+    """`chosen_experts` of logits that are scaled until all experts are equally busy: in training, and only to choose.
+    Source: arXiv 2202.01169, B.2.1."""
+    k = config.moe_router_topk
+    scores = logits.sigmoid() if k == 1 else logits.softmax(-1)
+    experts = largest(_doubly_scaled(logits.detach()) if training else scores.detach(), k)
+    return experts, scores.gather(1, experts)
+
+
+def _doubly_scaled(logits: Tensor) -> Tensor:
+    cost = logits.exp()
+    columns, change = torch.ones_like(cost[0]), math.inf
+    while change > _CHANGE:
+        rows = 1.0 / (len(cost) * (cost @ columns + _GUARD))
+        before, columns = columns, 1.0 / (cost.shape[1] * (rows @ cost + _GUARD))
+        # sync: whether to go on; without values, once
+        change = 0.0 if cost.is_meta else (columns - before).abs().mean().item()
+    return cost * columns * rows.unsqueeze(1)
 
 
 def chosen_experts(config: TransformerConfig, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

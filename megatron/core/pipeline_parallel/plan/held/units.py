@@ -146,8 +146,8 @@ class StateBytes:
         return self.bucket_size if self.num_buckets is None else max(1, math.ceil(numel / self.num_buckets))
 
     def laid_out(self, unit: UnitCosts, parameters: tuple[int, int, int]) -> UnitCosts:
-        """A unit with what so many parameters take, those of each flat buffer in a bucket of their own: of the rank alone,
-        shared ones, experts. extra_grad_bytes: of the unit that is given, elements."""
+        """A unit with what so many parameters take, those of each flat buffer in a bucket of their own: of the rank
+        alone, shared ones, experts. extra_grad_bytes: of the unit that is given, elements."""
         buckets = [-(-numel // self.align) * self.align for numel in parameters if numel]
         numel, row, ways = sum(buckets), self.sharding, self.place.ways
         # What is whole and shared is summed later, and all-reduces take a bucket each.
