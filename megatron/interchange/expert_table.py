@@ -37,16 +37,14 @@ def mlp(config: TransformerConfig, ours: str, theirs: str, names: MlpNames, widt
 
 def experts(config: TransformerConfig, ours: str, theirs: str, names: MlpNames) -> Iterator[Move]:
     """A layer's router, its experts, and its shared expert, if any. ours, theirs: prefixes of the layer's MLP."""
-    hidden, number, shared = (
-        config.hidden_size,
-        config.num_experts,
-        config.moe_shared_expert_intermediate_size,
-    )
+    hidden, number, width = config.hidden_size, config.num_experts, config.moe_ffn_hidden_size
+    shared = config.moe_shared_expert_intermediate_size
     assert number is not None, "a layer of experts in a model without"
+    assert width is not None, "a configuration that is not resolved"
     yield from whole(f"{ours}router.weight", f"{theirs}gate.weight", number, hidden)
     for expert in range(number):
-        prefix, width = f"{theirs}experts.{expert}.", config.moe_ffn_hidden_size
-        yield from of_expert(expert, number, mlp(config, f"{ours}experts.", prefix, names, width))
+        its = mlp(config, f"{ours}experts.", f"{theirs}experts.{expert}.", names, width)
+        yield from of_expert(expert, number, its)
     if shared is not None:
         yield from mlp(config, f"{ours}shared_experts.", f"{theirs}{names.shared}.", names, shared)
     if shared is not None and config.moe_shared_expert_gate:
