@@ -26,7 +26,8 @@ _LAYER = {
     **dict.fromkeys(("hidden_size", "n_embd"), 16),
     **dict.fromkeys(("num_attention_heads", "n_head"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "vocab_size", "intermediate_size"), 32),
-    "num_key_value_heads": 2,
+    **dict.fromkeys(("num_key_value_heads", "num_experts", "num_local_experts", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     "tie_word_embeddings": False,
 }
 
@@ -60,15 +61,24 @@ def _names() -> Iterator[tuple[str, tuple[str, ...]]]:
         for move in model.architecture.catalogue(model.config(), 32, 32).moves:
             by_ours.setdefault(move.ours.name, []).append(move)
         for ours, moves in by_ours.items():
+            of_experts = ".mlp.experts." in ours
+            moves = [move for move in moves if not of_experts or move.ours.box.offset[0] == 0]
             theirs = list(dict.fromkeys(move.theirs.name for move in moves))
             how = (
                 ["by query group"]
                 if len(moves) > len(theirs)
                 else ["one below the other"] * (len(theirs) > 1)
             )
-            how += ["transposed"] * moves[0].transposed
-            numbered = [re.sub(r"\.0\.", ".N.", f"`{tensor}`") for tensor in (ours, *theirs)]
+            how += ["transposed"] * moves[0].transposed + ["for each expert E"] * of_experts
+            numbered = [
+                f"`{re.sub(r'layers[.]0[.]|h[.]0[.]', _numbered, tensor)}`" for tensor in (ours, *theirs)
+            ]
+            numbered = [text.replace(".experts.0.", ".experts.E.") for text in numbered]
             yield name, (numbered[0], ", ".join(numbered[1:]), ", ".join(how))
+
+
+def _numbered(layer: re.Match[str]) -> str:
+    return layer[0].replace("0", "N")
 
 
 def _settings(*, taken: bool) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -123,7 +123,9 @@ def filled_model(config: Config, load: Load, ps: ParallelState) -> GPTModel:
     from megatron.training.run.build import part_of_model
     from megatron.training.run.checkpointing import MODEL_PREFIX
 
-    config = config.replace(moe_expert_capacity_factor=None)  # a text does not depend on what is written beside it
+    config = config.replace(
+        moe_expert_capacity_factor=None
+    )  # a text does not depend on what is written beside it
     layers, stage, stages = config.model.num_layers, ps.pp_rank, ps.pp_size
     if layers < stages:
         raise ValueError(f"--pipeline-model-parallel-size {stages}: the model has {counted(layers, 'layer')}")

@@ -36,6 +36,8 @@ FLAG_OF = {row["name"]: row["flag"] for row in _ROWS if row["flag"]}
 _OF_PRETRAIN = {row["name"]: row["allowed"] for row in _ROWS if row["verdict"] == "pretrain"}
 _AXES = ("tensor_model", "pipeline_model", "context", "expert_model")
 _NO_EFFECT = [row["name"] for row in _ROWS if row["verdict"] == "no effect"]
+# Settings of experts, which such a loop does not have.
+_EXPERTS = {name for name in FIELDS if name == "num_experts" or name.startswith("moe_")}
 # Those that do otherwise than the flag of that name, if there is one.
 _OTHERWISE = {row["name"] for row in _ROWS if row["verdict"] != "pretrain"}
 
@@ -155,9 +157,13 @@ class ConfigFields:
         used = []
         for one in dataclasses.fields(self):  # type: ignore[arg-type]
             entry, value = flag_table().get(one.name), getattr(self, one.name)
+            if entry is not None and one.name in _EXPERTS:
+                setting_of = () if one.name == "num_experts" else ("--num-experts",)
+                state, why = FlagState.UNSUPPORTED, "roadmap: mixture of experts"
+                entry = dataclasses.replace(entry, state=state, why=why, setting_of=setting_of)
             if entry is None or value in (None, False, one.default) or one.name in _OTHERWISE:
                 continue
-            if entry.field is None or entry.state is FlagState.INERT:
+            if entry.field is None or entry.state is FlagState.INERT or one.name in _EXPERTS:
                 several = value if isinstance(value, list | tuple) else (value,)
                 words = () if value is True else tuple(map(str, several))
                 used.append(UsedFlag(entry, self.called.get(one.name, one.name), words))

@@ -152,7 +152,7 @@ _COMPARED = tuple(
     "apply_layernorm_1p qk_layernorm activation add_bias_linear add_qkv_bias attention_output_bias".split()
 )
 _COMPARED_OF_EXPERTS = tuple(
-    "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor "
+    "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_enable_expert_bias "
     "moe_router_num_groups moe_router_group_topk moe_shared_expert_gate".split()
 )
 
@@ -165,4 +165,5 @@ def _meaning(config: TransformerConfig) -> dict[str, Any]:
         values[f"layer {layer}'s MLP"] = kind.experts or kind.mlp_width
     if expert_layers(config):
         names += _COMPARED_OF_EXPERTS
+        values["sinkhorn"] = "sinkhorn" in config.moe_router_load_balancing_type
     return {name: getattr(config, name) for name in names} | values

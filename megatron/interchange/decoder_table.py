@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.interchange.expert_table import MlpNames, experts, mlp
+from megatron.interchange.expert_table import MLP_NAMES, MlpNames, experts, mlp
 from megatron.interchange.fields import KEY_VALUE_HEADS, integer, number, only, tied
 from megatron.interchange.moves import Move, all_rows, grouped_qkv, rows_of_one, whole
 from megatron.interchange.positions import ROPE
@@ -34,9 +34,7 @@ ALWAYS = {
 }
 
 
-def decoder(
-    config: TransformerConfig, *, fused: bool = False, names: MlpNames = MlpNames()
-) -> Iterator[Move]:
+def decoder(config: TransformerConfig, *, fused: bool = False, names: MlpNames = MLP_NAMES) -> Iterator[Move]:
     """`model.layers.N.*` and `model.norm`, with what the configuration has of biases, norms of heads and experts.
     fused: queries, keys and values in one matrix of theirs, gate and up in another."""
     hidden, head = config.hidden_size, config.kv_channels

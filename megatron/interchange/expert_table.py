@@ -1,4 +1,4 @@
-"""Settings and tensors of Hugging Face's mixtures of experts: a tensor an expert there, one of all here (floor 0, pure)"""
+"""Hugging Face's mixtures of experts: settings, and tensors, of which an expert has its own there (floor 0, pure)"""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class MlpNames(NamedTuple):
     shared: str = "shared_expert"
 
 
+MLP_NAMES = MlpNames()  # of most
+
+
 def mlp(config: TransformerConfig, ours: str, theirs: str, names: MlpNames, width: int) -> Iterator[Move]:
     """A gated MLP. ours, theirs: its prefixes."""
     hidden = config.hidden_size
@@ -34,7 +37,11 @@ def mlp(config: TransformerConfig, ours: str, theirs: str, names: MlpNames, widt
 
 def experts(config: TransformerConfig, ours: str, theirs: str, names: MlpNames) -> Iterator[Move]:
     """A layer's router, its experts, and its shared expert, if any. ours, theirs: prefixes of the layer's MLP."""
-    hidden, number, shared = config.hidden_size, config.num_experts, config.moe_shared_expert_intermediate_size
+    hidden, number, shared = (
+        config.hidden_size,
+        config.num_experts,
+        config.moe_shared_expert_intermediate_size,
+    )
     assert number is not None, "a layer of experts in a model without"
     yield from whole(f"{ours}router.weight", f"{theirs}gate.weight", number, hidden)
     for expert in range(number):
@@ -70,9 +77,7 @@ NORMALISED = Field(
 def routed(key: str) -> tuple[Field, ...]:
     """How many experts there are, and how many a token meets. key: of the number, that is written; both are read."""
     return (
-        Field(
-            _NUMBER, flag("num_experts"), _read_number, lambda config: {key: config.num_experts}
-        ),
+        Field(_NUMBER, flag("num_experts"), _read_number, lambda config: {key: config.num_experts}),
         integer("num_experts_per_tok", "moe_router_topk"),
         # A run says how it balances.
         Field(
@@ -90,10 +95,14 @@ def _read_layers(json: Json, given: Json) -> dict[str, Any]:
     if not isinstance(dense, list) or not all(type(one) is int and 0 <= one < layers for one in dense):
         raise SettingError(f"mlp_only_layers: expected layers below {layers}, found {shown(dense)}")
     if layers > _MOST_LAYERS:
-        raise SettingError(f"num_hidden_layers {layers}: more than {_MOST_LAYERS} layers of a mixture of experts")
+        raise SettingError(
+            f"num_hidden_layers {layers}: more than {_MOST_LAYERS} layers of a mixture of experts"
+        )
     pattern = [int((layer + 1) % step == 0 and layer not in dense) for layer in range(layers)]
     if not any(pattern):
-        raise SettingError(f"decoder_sparse_step {step}, mlp_only_layers {shown(dense)}: no layer has experts")
+        raise SettingError(
+            f"decoder_sparse_step {step}, mlp_only_layers {shown(dense)}: no layer has experts"
+        )
     return {"moe_layer_freq": "1" if all(pattern) else str(pattern).replace(" ", "")}
 
 

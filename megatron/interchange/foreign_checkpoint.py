@@ -89,7 +89,9 @@ def open_megatron(root: Path, ckpt_step: int | None = None, *, optimizer: bool =
 
 def _megatron_settings(source: MegatronSource) -> dict[str, Any]:
     """Our fields of model and tokenizer in the args of a checkpoint. Raises CheckpointError."""
-    stated = {name: as_ours(name, one) for name, one in source.args.items() if name in _TAKEN and one is not None}
+    stated = {
+        name: as_ours(name, one) for name, one in source.args.items() if name in _TAKEN and one is not None
+    }
     if missing := [name for name in _NEEDED if name not in stated]:
         raise CheckpointError(f"{source.described_in}: its args say nothing of {', '.join(missing)}")
     if EMBEDDING not in source.tensors:

@@ -1,6 +1,6 @@
 """Megatron-LM's names of experts, whose tensors are one here, with a dim of experts in front (floor 0, pure)
 
-    sequential, in a rank's file             experts.local_experts.3.linear_fc1.weight, numbered in an expert parallel rank
+    sequential, in a rank's file             experts.local_experts.3.linear_fc1.weight, by number in a rank
     grouped, in a rank's file                experts.linear_fc1.weight3
     either, in torch_dist                    experts.experts.linear_fc1.weight, all in one
     the same with singleton_local_shards     experts.experts.3.linear_fc1.weight_w and weight_v: gate and up
@@ -28,8 +28,8 @@ KEPT_IN_FP32 = ".router.expert_bias"  # whatever weights are
 
 
 def of_one_expert(name: str) -> str:
-    """A name in the first spelling, or ours of all experts; any other as it is. Raises InterchangeError for the matrices
-    of --moe-use-legacy-grouped-gemm."""
+    """A name in the first spelling, or ours of all experts; any other as it is. Raises InterchangeError for matrices of
+    --moe-use-legacy-grouped-gemm."""
     match = _MODULE.fullmatch(name)
     if match is None:
         return name
@@ -81,11 +81,13 @@ def experts_joined(tensors: Mapping[str, ArrayTensor], path: Path) -> dict[str, 
 
 
 def halves_joined(tensors: Mapping[str, ArrayTensor], path: Path) -> dict[str, ArrayTensor]:
-    """One tensor for a gate and an up projection that are stored as two. Raises CheckpointError where one is missing."""
+    """One tensor for gate and up projections that are stored as two. Raises CheckpointError where one is missing."""
     whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(HALVES)}
     for name in (name.removesuffix(HALVES[0]) for name in tensors if name.endswith(HALVES[0])):
         if name + HALVES[1] not in tensors or name in whole:
-            raise CheckpointError(f"{path}: {name!r:.200}: its gate is there, and not its up projection alone")
+            raise CheckpointError(
+                f"{path}: {name!r:.200}: its gate is there, and not its up projection alone"
+            )
         whole[name] = joined([tensors[name + half] for half in HALVES], name, path)
     return whole
 

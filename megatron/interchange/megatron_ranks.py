@@ -14,6 +14,13 @@ from megatron.core.dist_checkpointing.files import CheckpointError, open_regular
 from megatron.core.dist_checkpointing.source import ArrayTensor
 from megatron.interchange.architecture import InterchangeError
 from megatron.interchange.inert_pickle import at
+from megatron.interchange.megatron_experts import (
+    KEPT_IN_FP32,
+    experts_joined,
+    is_of_one,
+    moved,
+    of_one_expert,
+)
 from megatron.interchange.megatron_folder import (
     LAYER,
     MegatronSource,
@@ -22,7 +29,6 @@ from megatron.interchange.megatron_folder import (
     unfused,
     without_same,
 )
-from megatron.interchange.megatron_experts import KEPT_IN_FP32, experts_joined, is_of_one, moved, of_one_expert
 from megatron.interchange.megatron_state import LEFT_OUT, inner_optimizer, optimizer_sections
 from megatron.interchange.torch_archive import Archive
 
@@ -99,14 +105,16 @@ def _check_experts(args: Mapping[str, Any], num_tp: int, num_ep: int, directory:
     cut, stated = args.get("expert_tensor_parallel_size") or num_tp, _expert_ranks(args)
     if cut != num_tp and args.get("num_experts"):
         raise InterchangeError(
-            f"{directory}: experts are cut over {cut} tensor parallel ranks, dense layers over {num_tp}: such files are "
-            "not read; save with --ckpt-format torch_dist"
+            f"{directory}: experts are cut over {cut} tensor parallel ranks, dense layers over {num_tp}: such "
+            "files are not read; save with --ckpt-format torch_dist"
         )
     if num_ep != stated or (args.get("num_experts") or 0) % num_ep:
         raise CheckpointError(f"{directory}: files of {num_ep} expert parallel ranks, its args say {stated}")
 
 
-def _all_experts(ranks: Sequence[Mapping[Key, ArrayTensor]], args: Mapping[str, Any]) -> dict[Key, ArrayTensor]:
+def _all_experts(
+    ranks: Sequence[Mapping[Key, ArrayTensor]], args: Mapping[str, Any]
+) -> dict[Key, ArrayTensor]:
     """What expert parallel ranks hold together: the first's, and the experts of the others, numbered through."""
     held = {(prefix, of_one_expert(name)): tensor for (prefix, name), tensor in ranks[0].items()}
     each = (args.get("num_experts") or 0) // len(ranks)

@@ -86,7 +86,9 @@ class Engine:
 
 def bias_pieces(named: Mapping[str, Tensor]) -> list[LocalPiece]:
     """Biases of routers, which each rank has whole, as `weight_pieces`."""
-    return [LocalPiece(f"model.{name}", tuple(one.shape), (0,) * one.dim(), one) for name, one in named.items()]
+    return [
+        LocalPiece(f"model.{name}", tuple(one.shape), (0,) * one.dim(), one) for name, one in named.items()
+    ]
 
 
 def weight_pieces(buffer: FlatBuffer, names: Iterable[str] | None = None) -> list[LocalPiece]:

@@ -158,7 +158,12 @@ def _their_tensors(found: Found, catalogue: Catalogue, dtype: str | None) -> dic
 
 def _moved(part: ChunkPart, move: Move) -> ArrayChunk:
     """What a stored chunk has of a move, as a rectangle of their tensor."""
-    turn, chunk, stored, first = -1 if move.transposed else 1, part.chunk, part.chunk.stored, part.inside.offset
+    turn, chunk, stored, first = (
+        -1 if move.transposed else 1,
+        part.chunk,
+        part.chunk.stored,
+        part.inside.offset,
+    )
     more = len(first) - len(move.theirs.shape)
     if more:  # experts, of which theirs is one: their rows lie one below the other
         stored, first = (stored[0] * stored[1], *stored[2:]), (first[0] * stored[1] + first[1], *first[2:])

@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B (arXiv 2401.04088): Mistral's attention, and in each layer experts, two of which a token meets"""
+"""Mixtral 8x7B and 8x22B (arXiv 2401.04088): Mistral's attention, and experts, of which a token meets two"""
 
 import functools
 

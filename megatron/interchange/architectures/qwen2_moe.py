@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): Qwen2's attention, many small experts, and a gated one that all share"""
+"""Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): Qwen2's attention, many small experts, and a gated one for all"""
 
 from megatron.interchange.architecture import Architecture
 from megatron.interchange.decoder_table import ALWAYS, LLAMA, decoder

@@ -217,7 +217,9 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | 
         facts |= {"total": count.total, "experts": count.experts, "active": count.active}
         lines.append(f"parameters: {count.total:,} in all")
     if count is not None and count.experts:
-        lines.append(f"  {count.experts:,} in experts; {count.active:,} active: all but experts that a token does not meet")
+        lines.append(
+            f"  {count.experts:,} in experts; {count.active:,} active: all but experts that a token does not meet"
+        )
     if grid is not None and stages:
         stride, count = grid.strides["pp"], grid.world_size // grid.pp
         facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]

@@ -70,8 +70,9 @@ def balancing_fault(c: RuleContext) -> str | None:
         return f"--moe-router-load-balancing-type {told}: {alone[0]} goes with no other"
     given = c.differs("moe_aux_loss_coeff")
     if len(coefficients) != len(words) and (given or len(words) > 1):
-        return f"{len(coefficients)} of --moe-aux-loss-coeff, {len(words)} of --moe-router-load-balancing-type"
+        return (
+            f"{len(coefficients)} of --moe-aux-loss-coeff, {len(words)} of --moe-router-load-balancing-type"
+        )
     if alone and any(coefficients):
         return f"--moe-router-load-balancing-type {told} has no loss, and so no --moe-aux-loss-coeff"
     return None
-

@@ -75,5 +75,7 @@ class ExpertTotals:
         scalars = {tag: sum(each.values()) / len(each) for tag, each in named.items() if each}
         if self._by_layer:
             scalars |= self._losses.losses()
-            scalars |= {f"{tag}_layer_{layer}": value for tag, each in named.items() for layer, value in each.items()}
+            scalars |= {
+                f"{tag}_layer_{layer}": value for tag, each in named.items() for layer, value in each.items()
+            }
         return scalars

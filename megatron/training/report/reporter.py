@@ -183,7 +183,9 @@ class Reporter:
         num_microbatches = batch_size // session.config.training.micro_batch_size
         losses = {**result.losses, **balancing_means(result.layers, num_microbatches)}
         for totals in (self._totals, self._unrecorded):
-            totals.add_iteration(losses, skipped=result.skipped, tokens=tokens, rolled_back=result.rolled_back)
+            totals.add_iteration(
+                losses, skipped=result.skipped, tokens=tokens, rolled_back=result.rolled_back
+            )
         for experts in (self._experts, self._unrecorded_experts):
             experts.add_iteration(result.layers, num_microbatches, skipped=result.skipped)
         self._flops += train_step_flops(session.config, batch_size)

@@ -59,7 +59,7 @@ NAN = float("nan")
         (TransformerConfig, {"swiglu": True, "squared_relu": True}, "swiglu and squared_relu exclude each other"),
         (TransformerConfig, {"context_parallel_size": 2}, "context_parallel_size 2 is not supported"),
         (TransformerConfig, {"num_moe_experts": 8}, "TransformerConfig(num_moe_experts=8) is not supported"),
-        (TransformerConfig, {"num_moe_experts": 8, "moe_router_topk": 2}, "(moe_router_topk=2) is not supported"),
+        (TransformerConfig, {"num_moe_experts": 8, "moe_router_topk": 4}, "(moe_router_topk=4) is not supported"),
         (TransformerConfig, {"multi_latent_attention": True, "kv_lora_rank": 8}, "(kv_lora_rank=8) is not supported"),
         (TransformerConfig, {"pipeline_model_parallel_size": 3}, "num_layers 2"),
         (ModelParallelConfig, {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0"),
@@ -114,8 +114,8 @@ def test_unknown_fields_get_the_nearest(of, field, near):
 @pytest.mark.parametrize(
     ("field", "value", "feature"),
     [
-        ("moe_router_topk", 2, "num_moe_experts"),
-        ("moe_token_dispatcher_type", "allgather", "num_moe_experts"),
+        ("moe_router_topk", 4, "num_moe_experts"),
+        ("moe_latent_size", 8, "num_moe_experts"),
         ("kv_lora_rank", 512, "multi_latent_attention"),
     ],
 )

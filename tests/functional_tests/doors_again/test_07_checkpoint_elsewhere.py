@@ -39,11 +39,11 @@ def test_a_shape_that_the_checkpoint_has_is_not_known(capfd):
     status, told = checked(capfd, *words, "--num-attention-heads", "3", "--hidden-size", "64")
     assert (status, told["problems"]) == (0, [])
     status, told = checked(
-        capfd, *words, "--bf16", "--fp16", "--global-batch-size", "3", "--num-experts", "2"
+        capfd, *words, "--bf16", "--fp16", "--global-batch-size", "3", "--mtp-num-layers", "2"
     )
     assert status == 2
     flags = {flag for problem in told["problems"] for flag in problem["flags"]}
-    assert {"--bf16", "--global-batch-size", "--num-experts"} <= flags
+    assert {"--bf16", "--global-batch-size", "--mtp-num-layers"} <= flags
     status, told = checked(capfd, *words, "--data-args-path", "/")
     assert (status, [problem["rule"] for problem in told["problems"]][-1:]) == (2, ["files"])
 

@@ -19,7 +19,7 @@ ACCEPTED = """
 """.split()
 # Other numbers, other models, other cuts, less memory, other files, other ends of a run.
 REFUSED = """
---fp8-format --num-experts --window-size --softmax-type --multi-latent-attention --mtp-num-layers --use-mup --sft
+--fp8-format --moe-use-upcycling --window-size --softmax-type --multi-latent-attention --mtp-num-layers --use-mup --sft
 --fim-data --step-batch-size-schedule --eval-global-batch-size --check-for-spiky-loss --error-injection-rate
 --non-persistent-save-interval --optimizer-cpu-offload --cpu-offloading --num-seq-splits
 --enable-vocab-parallel --use-torch-fsdp2 --distribute-saved-activations --fp16-lm-cross-entropy
@@ -68,17 +68,23 @@ def test_everything_accepted_leaves_the_configuration_as_it_was_and_says_one_lin
 
 
 def test_a_setting_stands_with_its_feature():
-    """Its row names flags that are refused: beside one of them it is refused, without it has no effect."""
+    """Its row names flags that are refused, or fields: beside one of them it is refused, without it has no effect."""
     table = spellings()
     settings = [entry for entry in flag_table().values() if entry.setting_of]
     assert settings
     for entry in settings:
         assert entry.state is FlagState.UNSUPPORTED, entry.spelling
         features = [table[flag] for flag in entry.setting_of]
-        assert all(feature.state is FlagState.UNSUPPORTED for feature in features), entry.spelling
+        assert all(
+            feature.state is FlagState.UNSUPPORTED or feature.field is not None for feature in features
+        ), entry.spelling
     alone = parse_config([*SMALL, "--fp8-param-gather", "--moe-grouped-gemm"])
     assert [line.split(" ")[0] for line in alone.warnings] == ["--fp8-param-gather", "--moe-grouped-gemm"]
     with pytest.raises(ConfigurationError) as refused:
         parse_config([*SMALL, "--fp8-param-gather", "--fp8-format", "hybrid"])
     flags = {problem.flags[0] for problem in refused.value.problems}
     assert flags == {"--fp8-param-gather", "--fp8-format"}
+    with pytest.raises(ConfigurationError, match="--moe-latent-size"):
+        parse_config([*SMALL, "--num-experts", "4", "--moe-latent-size", "7"])
+    (told,) = parse_config([*SMALL, "--moe-latent-size", "7"]).warnings
+    assert told.startswith("--moe-latent-size has no effect here")

@@ -47,7 +47,7 @@ def page(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "asked", ["--num-experts 8", "--multi-latent-attention", "--mtp-num-layers 1", "--window-size 128,0"]
+    "asked", ["--moe-use-upcycling", "--multi-latent-attention", "--mtp-num-layers 1", "--window-size 128,0"]
 )
 def test_nothing_is_said_of_another_model(page, asked):
     """README's own line said what its dense part computes."""

@@ -109,8 +109,9 @@ ACCEPTED = [
     (1, "--log-progress", "--log-progress has no effect without --save"),
     (1, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler has no effect without --load"),
     (1, "--finetune", "--finetune has no effect without --load"),
-    (1, "--moe-router-topk 2", "--moe-router-topk has no effect here: it is a setting of --num-experts, which is not"),
-    (1, "--num-experts 0 --moe-grouped-gemm", "--moe-grouped-gemm has no effect here"),
+    (1, "--moe-router-topk 4", "--moe-router-topk 4 has no effect without --num-experts"),
+    (1, "--moe-latent-size 2", "--moe-latent-size has no effect here: it is a setting of --num-experts, which is not"),
+    (1, "--num-experts 0 --moe-grouped-gemm", "--moe-grouped-gemm has no effect without"),
     (1, "--fp8-amax-history-len 1024", "it is a setting of --fp8-format or --fp8-e4m3 or --fp4-format"),
     (1, "--optimizer-offload-fraction .5", "a setting of --optimizer-cpu-offload, which is not given"),
 ]  # fmt: skip
@@ -125,7 +126,7 @@ def test_it_is_accepted_with_one_line_that_says_what_has_no_effect(ranks, words,
 
 
 def test_a_setting_beside_its_feature_is_refused_with_it():
-    for words in ("--num-experts 8 --moe-router-topk 2", "--fp8-format hybrid --fp8-margin 1"):
+    for words in ("--multi-latent-attention --kv-lora-rank 8", "--fp8-format hybrid --fp8-margin 1"):
         with pytest.raises(ConfigurationError) as refused:
             configure(words)
         assert [problem.rule for problem in refused.value.problems] == ["not-supported"] * 2

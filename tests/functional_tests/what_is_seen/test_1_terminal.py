@@ -157,7 +157,7 @@ def test_a_dumb_terminal_is_a_pipe(tmp_path):
 
 def test_the_refusal_is_the_last_thing_under_torchrun():
     run = launch.run(
-        [*launch.TINY, "--train-iters", "2", "--num-experts", "8", "--hidden-sizee", "3"], ranks=2
+        [*launch.TINY, "--train-iters", "2", "--mtp-num-layers", "1", "--hidden-sizee", "3"], ranks=2
     )
     assert run.status == 1
     lines = run.output.rstrip().splitlines()
@@ -165,8 +165,8 @@ def test_the_refusal_is_the_last_thing_under_torchrun():
         "  configuration: 2 problems",
         "    1. [unknown-flag] unknown flag --hidden-sizee",
         "       fix: did you mean --hidden-size?",
-        "    2. [not-supported] --num-experts 8 is not supported",
-        "       fix: leave out for now; planned, see docs/roadmap.md, 'mixture of experts'",
+        "    2. [not-supported] --mtp-num-layers 1 is not supported",
+        "       fix: leave out for now; planned, see docs/roadmap.md, 'multi-token prediction'",
     ]
     assert lines[-6:-1] == expected, run.output
     assert set(lines[-1]) == {"="}, "torchrun's own last line"

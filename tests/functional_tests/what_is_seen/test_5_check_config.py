@@ -32,7 +32,7 @@ TWO_SLIPS = (
     "--world-size 64 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --zero-bubble-v-schedule "
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
     "--micro-batch-size 1 --global-batch-size 1024 --train-iters 100000 --lr 3e-4 --bf16 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 128000 --weigth-decay 0.1 --num-experts 8"
+    "--tokenizer-type NullTokenizer --vocab-size 128000 --weigth-decay 0.1 --mtp-num-layers 1"
 ).split()
 FIRST = "model parameters ranks sharding pipeline memory batch training compute optimizer data checkpoints".split()
 

@@ -90,7 +90,10 @@ def test_published_totals(name, total, experts, active):
     numel = {key: math.prod(shape) for key, shape in catalogue.ours.items()}
     in_experts = sum(count for key, count in numel.items() if ".mlp.experts." in key)
     assert (sum(numel.values()), in_experts) == (total, experts)
-    assert total - in_experts + in_experts * model.config().moe_router_topk // model.config().num_experts == active
+    assert (
+        total - in_experts + in_experts * model.config().moe_router_topk // model.config().num_experts
+        == active
+    )
     counted = count_parameters(model.config(), model.vocab_size)
     assert (counted.total, counted.experts, counted.active) == (total, experts, active)
 
@@ -127,7 +130,12 @@ def _tiny(json):
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 13}
     groups = {32: 4, 16: 4, 1: 1}.get(json["num_key_value_heads"], 2)
     head = 4 if json["model_type"] in ("phi3", "qwen2", "qwen2_moe") else 6
-    few = {"num_local_experts": 3, "num_experts": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 7}
+    few = {
+        "num_local_experts": 3,
+        "num_experts": 3,
+        "moe_intermediate_size": 5,
+        "shared_expert_intermediate_size": 7,
+    }
     experts = {key: value for key, value in few.items() if key in json}
     return {**sizes, "num_key_value_heads": groups, "head_dim": head, **experts}
 

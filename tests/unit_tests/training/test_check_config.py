@@ -87,11 +87,29 @@ def test_mixtral_is_refused_with_all_reasons_and_no_invented_count(capsys):
     status, report = check_json(capsys, *MIXTRAL_8X7B, "--world-size", "32")
     assert status == 2
     flags = [problem["flags"][0] for problem in report["problems"]]
-    assert {"--num-experts", "--moe-grouped-gemm", "--expert-model-parallel-size"} <= set(flags)
+    assert "--expert-model-parallel-size" in flags
     assert report["parameters"]["total"] is None
-    assert "--num-experts" in report["parameters"]["why"]
+    assert "--expert-model-parallel-size" in report["parameters"]["why"]
     assert set(report["problems"][0]) == {"rule", "flags", "message", "fix"}
     assert report["grid"]["expert"]["sizes"]["ep"] == 8
+
+
+def test_experts_are_counted(capsys):
+    """Mixtral-8x7B without its ranks of experts; 32000 ids are padded to 32000."""
+    words = [
+        *MIXTRAL_8X7B,
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "31999",
+        "--world-size",
+        "32",
+    ]
+    status, report = check_json(capsys, *words, "--expert-model-parallel-size", "1")
+    assert status == 2, "files are not here"
+    counts = report["parameters"]
+    assert (counts["total"], counts["experts"], counts["active"]) == (46702792704, 45097156608, 12879925248)
+    assert sum(counts["per_rank"][::8]) == counts["total"], "4 pipeline ranks of 8"
 
 
 def test_an_unknown_vocabulary_is_said(capsys, tmp_path):

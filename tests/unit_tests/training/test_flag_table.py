@@ -127,7 +127,7 @@ def test_switches_can_be_turned_back_without_clashing():
 
 
 def test_unsupported_flags_with_neutral_values_ask_for_nothing():
-    experts = flag_table()["num_experts"]
+    experts = flag_table()["num_moe_experts"]
     assert experts.asks_for_nothing(("0",))
     assert not experts.asks_for_nothing(("8",))
     assert not flag_table()["enable_vocab_parallel"].asks_for_nothing(())

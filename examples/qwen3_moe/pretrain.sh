@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Qwen3-30B-A3B: 128 small experts in each layer, of which a token meets eight.
+#   CPU=1 examples/qwen3_moe/pretrain.sh [FLAGS]    toy size, 2 ranks on this CPU
+#   examples/qwen3_moe/pretrain.sh [FLAGS]          30.5 billion parameters, 3.4 active, on GPUs
+#
+# Ranks: PIPELINE_SIZE, TP_SIZE; what the others leave is data parallel, over which weights are cut. GPUS_PER_NODE (with
+#   CPU=1: ranks), and over machines NUM_NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, the same line on each.
+# TRAIN_ITERS, GLOBAL_BATCH_SIZE. RUN_DIR: where metrics go. DRY_RUN=1: only say the command. FLAGS of pretrain_gpt.py
+#   are passed on; later ones count, so --data-path, a tokenizer, --save and --load take the place of mock data.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+if [[ -n ${CPU:-} ]]; then
+  export CUDA_VISIBLE_DEVICES=
+  : "${PIPELINE_SIZE:=1}" "${GPUS_PER_NODE:=2}" "${GLOBAL_BATCH_SIZE:=8}" "${TRAIN_ITERS:=20}" "${LOG_INTERVAL:=5}"
+  SHAPE=(
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --num-query-groups 2 --kv-channels 24
+    --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 24 --seq-length 64 --max-position-embeddings 64
+  )
+  PRECISION=()
+else
+  : "${PIPELINE_SIZE:=4}" "${GPUS_PER_NODE:=$(nvidia-smi --list-gpus | wc -l)}" "${GLOBAL_BATCH_SIZE:=256}"
+  : "${TRAIN_ITERS:=10000}" "${LOG_INTERVAL:=10}"
+  SHAPE=(
+    --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4
+    --kv-channels 128 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --seq-length 4096
+    --max-position-embeddings 40960
+  )
+  PRECISION=(--bf16)
+fi
+TP_SIZE=${TP_SIZE:-1} RUN_DIR=${RUN_DIR:-runs/qwen3_moe}
+
+LAUNCH=(--nproc-per-node "$GPUS_PER_NODE")
+if [[ ${NUM_NODES:-1} == 1 ]]; then
+  LAUNCH+=(--standalone)
+else
+  LAUNCH+=(
+    --nnodes "$NUM_NODES" --node-rank "${NODE_RANK:?this machine is number ... of NUM_NODES}"
+    --master-addr "${MASTER_ADDR:?the first machine}" --master-port "${MASTER_PORT:-6000}"
+  )
+fi
+PARALLEL=(
+  --use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --init-model-with-meta-device
+  --pipeline-model-parallel-size "$PIPELINE_SIZE" --tensor-model-parallel-size "$TP_SIZE"
+)
+# Every rank would route the same tokens without sequence parallelism.
+[[ $TP_SIZE == 1 ]] || PARALLEL+=(--sequence-parallel)
+[[ $PIPELINE_SIZE == 1 ]] || PARALLEL+=(--enable-zero-bubble)
+MODEL=(
+  --swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
+  --position-embedding-type rope --rotary-base 1000000 --attention-dropout 0 --hidden-dropout 0
+  --group-query-attention --qk-layernorm --norm-epsilon 1e-6
+)
+EXPERTS=(
+  --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-dtype fp32 --moe-grouped-gemm
+)
+TRAINING=(
+  --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH_SIZE" --train-iters "$TRAIN_ITERS"
+  --lr 3e-4 --lr-decay-style cosine --clip-grad 1.0 "${PRECISION[@]}"
+)
+RUN=(
+  --mock-data --tokenizer-type ByteTokenizer --no-create-attention-mask-in-dataloader --num-workers 0
+  --log-interval "$LOG_INTERVAL" --eval-iters 0 --metrics-file "$RUN_DIR/metrics.jsonl"
+)
+
+COMMAND=(
+  "${PYTHON:-python3}" -m torch.distributed.run "${LAUNCH[@]}" pretrain_gpt.py
+  "${PARALLEL[@]}" "${SHAPE[@]}" "${MODEL[@]}" "${EXPERTS[@]}" "${TRAINING[@]}" "${RUN[@]}" "$@"
+)
+printf '%q ' "${COMMAND[@]}"
+echo
+[[ -n ${DRY_RUN:-} ]] || exec "${COMMAND[@]}"
