@@ -171,7 +171,9 @@ def submit(text: str) -> int:
         raise SlurmError(
             "there is no sbatch on this machine: save the script, and submit it where Slurm is"
         ) from None
-    refused = re.findall(r"error: (?:Batch job submission failed: )?(.*)", done.stderr)
+    refused = re.findall(
+        r"^sbatch: (?:error: )?(?:Batch job submission failed: )?(.*)", done.stderr, re.MULTILINE
+    )
     if done.returncode == 0 or not refused:
         print(done.stderr, end="", file=sys.stderr)
         return done.returncode

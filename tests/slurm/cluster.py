@@ -33,7 +33,7 @@ NODES = ("n1", "n2")
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "runuser")
 OURS = "TESTS_OF_SLURM"  # a variable of every process below a cluster; its value is the folder
-START_S = 60.0
+PATIENCE_S = 600.0  # other work may have the machine
 POLL_S = 0.1
 
 CONF = """\
@@ -179,7 +179,12 @@ class Cluster:
 
     def commands(self, *words: object, check: bool = True, **options: Any) -> str:
         """What one of Slurm's commands prints, errors too."""
-        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 60}
+        streams: Any = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "timeout": PATIENCE_S,
+        }
         done = subprocess.run([*map(str, words)], check=False, **{"env": self.env, **streams, **options})
         assert not check or done.returncode == 0, f"{words}: status {done.returncode}\n{done.stdout}"
         return done.stdout.strip()
@@ -200,7 +205,7 @@ class Cluster:
                         found.append(int(entry.name))
         return found
 
-    def until(self, holds: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
+    def until(self, holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
         """The first true answer; fails with what the daemons have said."""
         deadline = time.monotonic() + timeout_s
         while not (found := holds()):
@@ -260,7 +265,12 @@ class Job:
         path = Path(self.shown["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for(self, pattern: str, timeout_s: float = 150.0) -> re.Match[str]:
+    def ran_s(self) -> int:
+        """For how long this attempt has run."""
+        hours, minutes, seconds = map(int, self.shown["RunTime"].split(":"))
+        return hours * 3600 + minutes * 60 + seconds
+
+    def wait_for(self, pattern: str, timeout_s: float = PATIENCE_S) -> re.Match[str]:
         """Wait until the log has a match."""
 
         def found() -> re.Match[str] | None:
@@ -270,7 +280,7 @@ class Job:
 
         return self.until(found, pattern, timeout_s)
 
-    def wait(self, state: str = "COMPLETED", timeout_s: float = 240.0) -> dict[str, str]:
+    def wait(self, state: str = "COMPLETED", timeout_s: float = PATIENCE_S) -> dict[str, str]:
         """Wait for its end, which has to be this one; what is shown then."""
         self.until(lambda: self.shown["JobState"] in self.ENDED, f"the end of job {self.id}", timeout_s)
         shown = self.shown
@@ -278,7 +288,7 @@ class Job:
         self.until(self.cluster.is_idle, "both nodes are idle again", timeout_s)
         return shown
 
-    def until(self, holds: Callable[[], Any], what: str, timeout_s: float = 150.0) -> Any:
+    def until(self, holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
         """As the cluster's, with the job's log."""
         try:
             return self.cluster.until(holds, what, timeout_s)

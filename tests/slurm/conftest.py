@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items):
             if item.get_closest_marker("full") is None:
                 item.add_marker(pytest.mark.slurm)
             item.add_marker(pytest.mark.full)  # `make test` leaves them out
-            item.add_marker(pytest.mark.timeout(900, func_only=True))
+            item.add_marker(pytest.mark.timeout(1800, func_only=True))
 
 
 @pytest.fixture(scope="session")

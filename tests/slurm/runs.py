@@ -1,7 +1,6 @@
 """Runs that Slurm starts, beside the same run without Slurm and undisturbed."""
 
 import functools
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from tests.harness import launch
 
 FAULTY = launch.ROOT / "tests" / "functional_tests" / "trainers" / "faulty.py"
-ITERATIONS = 24
+ITERATIONS = 16
 FLAGS = [
     *launch.TINY,
     *f"--threads-per-rank 1 --train-iters {ITERATIONS} --save-interval 1 --use-custom-fsdp".split(),
@@ -39,10 +38,10 @@ def trained(checkpoints):
     return [(line["lm loss"], line["grad-norm"]) for line in lines], launch.digests(checkpoints, ITERATIONS)
 
 
-def started(slurm, folder, *more, nodes=2, ranks_per_node=1, script=TRAIN, **how):
-    """A job of the run. how: as `Cluster.sbatch`."""
+def started(slurm, folder, *more, nodes=2, ranks_per_node=1, script=TRAIN, before=("ck",), **how):
+    """A job of the run. before: the script's words before the flags. how: as `Cluster.submit`."""
     env = {**VARIABLES, "RANKS_PER_NODE": str(ranks_per_node), **how.pop("env", {})}
-    return slurm.sbatch(script, "ck", *FLAGS, *more, cwd=folder, nodes=nodes, env=env, **how)
+    return slurm.sbatch(script, *before, *FLAGS, *more, cwd=folder, nodes=nodes, env=env, **how)
 
 
 def reaches(job, folder, iteration):
@@ -51,10 +50,17 @@ def reaches(job, folder, iteration):
     job.until(lambda: tracker.exists() and int(tracker.read_text()) >= iteration, f"iteration {iteration}")
 
 
-def exit_status(folder):
-    return json.loads((folder / "ck" / "exit.json").read_text())["status"]
-
-
 def resumed_at(log):
     """The iterations that attempts have begun behind."""
     return [int(n) for n in re.findall(r"successfully loaded checkpoint from .*? at iteration +(\d+)", log)]
+
+
+def ends_as_undisturbed(job, folder, *, restarts, attempts):
+    """restarts: how often Slurm put it back into the queue. attempts: how often its ranks were started."""
+    shown = job.wait()
+    assert trained(folder / "ck") == undisturbed()
+    assert launch.exit_record(folder / "ck")["status"] == 0
+    assert int(shown["Restarts"]) == restarts, job.log
+    assert len(list((folder / "ck" / f"slurm-{job.id}").iterdir())) == attempts, job.log
+    assert len(resumed_at(job.log)) == attempts - 1, job.log
+    assert not list((folder / "ck").glob("*lease.json*"))
