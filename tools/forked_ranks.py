@@ -80,8 +80,11 @@ def _become(words: Sequence[str], variables: Mapping[str, str], streams: Sequenc
         if fd > 2:
             with contextlib.suppress(OSError):  # the folder's own
                 os.close(fd)
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before the launcher began
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if (old := getattr(sys, name)) is not None:  # None: closed before the launcher began
+            new = open(fd, "w", encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+            new.reconfigure(write_through=True)
+            setattr(sys, name, new)
     os.environ.clear()
     os.environ.update(variables)
     gc.freeze()  # modules are not to be walked, nor their pages copied

@@ -249,15 +249,15 @@ class Job:
         "DEADLINE",
     )
 
-    def __init__(self, cluster: Cluster, job_id: str) -> None:
-        self.cluster, self.id = cluster, job_id
+    def __init__(self, cluster: Cluster, job_id: object) -> None:
+        self.cluster, self.id = cluster, str(job_id)
 
     @property
     def shown(self) -> dict[str, str]:
         """What `scontrol show job` says: of it Comment, ExitCode, JobState, Restarts, StdOut."""
         text = self.cluster.commands("scontrol", "show", "job", self.id)
         fields = re.findall(r"^ +(Comment)=(.*)$|(?:^| )([A-Z]\w+)=(\S*)", text, re.MULTILINE)
-        return {a or b: c or d for a, c, b, d in fields}
+        return {a or b: (c or d).strip() for a, c, b, d in fields}
 
     @property
     def log(self) -> str:

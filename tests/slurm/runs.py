@@ -56,11 +56,12 @@ def resumed_at(log):
 
 
 def ends_as_undisturbed(job, folder, *, restarts, attempts):
-    """restarts: how often Slurm put it back into the queue. attempts: how often its ranks were started."""
+    """restarts: how often Slurm put it back into the queue. attempts: how often its ranks were started; a job that goes
+    on with another's checkpoints begins with one."""
     shown = job.wait()
     assert trained(folder / "ck") == undisturbed()
     assert launch.exit_record(folder / "ck")["status"] == 0
     assert int(shown["Restarts"]) == restarts, job.log
     assert len(list((folder / "ck" / f"slurm-{job.id}").iterdir())) == attempts, job.log
-    assert len(resumed_at(job.log)) == attempts - 1, job.log
+    assert len(resumed_at(job.log)) in (attempts - 1, attempts), job.log
     assert not list((folder / "ck").glob("*lease.json*"))

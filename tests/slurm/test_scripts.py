@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness import launch
 from tests.harness.launch import ROOT
+from tests.slurm.cluster import Job
 from tests.slurm.runs import FAULTY, FLAGS, ITERATIONS, VARIABLES, resumed_at, started, trained, undisturbed
 
 SCRIPT_FLAGS = ("--nodes", "2", "--ranks-per-node", "1", "--script", FAULTY)
@@ -66,20 +67,22 @@ def test_an_array_of_three(slurm, tmp_path):
 
 
 @pytest.mark.full
-def test_a_chain_of_three_windows(slurm, tmp_path):
-    """Each ends in time, saves, and the next one goes on; a fourth is called off by the one that finishes."""
-    env = {"WINDOWS": "4", "WINDOW_MINUTES": "100"}
-    options = {"script": "examples/slurm/chain.sbatch", "env": env}
-    # As if minutes were seconds: from the start of a rank, which waits for others.
-    job = started(slurm, tmp_path, "--slow-s", "0.5", "--exit-duration-s", "9", **options)
-    first = job.wait()
-    slurm.until(lambda: not slurm.commands("squeue", "-h"), "the chain has ended")
+def test_a_chain_of_windows(slurm, tmp_path):
+    """Three, or more on a busy machine: each ends in time and saves, and the next one goes on; the one in which the run
+    is done calls the next off."""
+    # A minute has seven iterations of eight seconds at most.
+    env = {"WINDOWS": "9", "WINDOW_MINUTES": "1"}
+    job = started(slurm, tmp_path, "--slow-s", "4", script="examples/slurm/chain.sbatch", env=env)
+    job.wait_for("8 windows more, the next is job")
+    slurm.until(lambda: not slurm.commands("squeue", "-h"), "the chain has ended", 900)
     assert trained(tmp_path / "ck") == undisturbed()
-    windows = sorted((tmp_path / "ck").glob("slurm-*"), key=lambda path: int(path.name[6:]))
-    assert len(windows) >= 2
-    assert launch.exit_record(tmp_path / "ck")["reason"] != "--exit-duration-in-mins"
-    assert f"is job {windows[1].name[6:]}" in job.log or "3 windows more" in job.log
-    assert first["Restarts"] == "0"
+    windows = sorted(int(path.name[6:]) for path in (tmp_path / "ck").glob("slurm-*"))
+    assert 3 <= len(windows) < 9
+    logs = [job.log, *((tmp_path / f"chain-{window}.log").read_text() for window in windows[1:])]
+    assert all("exiting program after 1 minutes" in log for log in logs[:-1])
+    assert [len(resumed_at(log)) for log in logs] == [0, *[1] * (len(windows) - 1)]
+    assert "the run is done, job" in logs[-1]
+    assert Job(slurm, windows[-1] + 1).shown["JobState"] == "CANCELLED"
 
 
 def printed(*words, cwd, env=None):
