@@ -197,7 +197,7 @@ def expect(config: Any, of: type[Any], caller: str) -> None:
 def config_class(name: str, *groups: type[Any], base: type[Any] = ConfigFields, **more: Any) -> Any:
     """A dataclass of the fields of these groups, of every flag that is no field of ours, and more with their defaults,
     beside those of the base."""
-    flags = [one.name for one in flag_table().values() if one.field is None]
+    flags = [one.name for one in flag_table().values() if one.field is None and one.name not in FLAG_OF]
     values: dict[str, Any] = dict.fromkeys([*flags, *(name.removeprefix("no_") for name in flags)])
     values |= {one.name: one.default for group in groups for one in dataclasses.fields(group)}
     values |= dict.fromkeys(_NO_EFFECT) | more

@@ -61,7 +61,7 @@ class GPTModel(MegatronModule):
         super().__init__()
         self.tp = ALONE if tp is None else tp
         _check_sizes(config, padded_vocab_size, self.tp)
-        self.config = config
+        self.config, self.layer_kinds = config, layer_table(config)
         self.vocab_size = padded_vocab_size  # ids that take part in the loss: all rows that there are
         self.context = ModelContext(seed=seed)
         self.pre_process, self.post_process = pre_process, post_process
@@ -112,10 +112,10 @@ class GPTModel(MegatronModule):
         """`embedding`, a unit a layer and one of its experts, `head` (final norm and output layer). A matrix that
         begins and ends the model is read from its first module to its last, so both ends are one unit then,
         `embedding_and_head`."""
-        table, layers = layer_table(self.config), list[ModelUnit]()
+        layers = list[ModelUnit]()
         for number, layer in self.decoder.layers.items():
             assert isinstance(layer, TransformerLayer), type(layer)
-            layers += layer.units(layer_units(number, table[int(number)]))
+            layers += layer.units(layer_units(number, self.layer_kinds[int(number)]))
         # Where this stage only ends the model, the tied matrix is read by `tied_output` alone; where it begins in
         # another chunk of the rank, the matrix is that one's, which runs first.
         copy = None if self.pre_process or self.other_end_here else self.embedding
@@ -130,7 +130,7 @@ class GPTModel(MegatronModule):
     def unit_accesses(self) -> Accesses[str]:
         return accesses_of_stage(
             [int(number) for number in self.decoder.layers],
-            layer_table(self.config),
+            self.layer_kinds,
             self.decoder.chunks,
             tied=self.tied,
             embeds=self.pre_process,
