@@ -10,7 +10,7 @@ from megatron.core.list_expression import parse_list_expression
 from megatron.core.transformer.model_config import TransformerConfig
 
 
-class Experts(NamedTuple):
+class ExpertSizes(NamedTuple):
     """Of one layer. topk: experts that a token meets. width: of each expert; shared_width: of those that every token
     meets, all together, 0 for none."""
 
@@ -25,7 +25,7 @@ class LayerKind(NamedTuple):
 
     attention: str
     mlp_width: int
-    experts: Experts | None = None
+    experts: ExpertSizes | None = None
 
     @property
     def active_width(self) -> int:
@@ -43,7 +43,7 @@ def layer_table(config: TransformerConfig) -> tuple[LayerKind, ...]:
     sparse = LayerKind(
         dense.attention,
         0,
-        Experts(
+        ExpertSizes(
             config.num_experts,
             config.moe_router_topk,
             config.moe_ffn_hidden_size or config.ffn_hidden_size,

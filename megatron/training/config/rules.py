@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.command import as_called
 from megatron.core.config_base import arg_info, bounds_of
-from megatron.training.config import resolve, rules_experts, rules_model, rules_pipeline, rules_training
+from megatron.training.config import resolve, rules_model, rules_pipeline, rules_training
 from megatron.training.config.command_line import UsedFlag
 from megatron.training.config.config import FIELDS
 from megatron.training.config.expressions import filled, parsed, rows, value_of
@@ -57,7 +57,7 @@ def can_plan(c: RuleContext) -> bool:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"can_plan": can_plan} | {
     name: function
-    for module in (resolve, rules_training, rules_model, rules_experts, rules_pipeline)
+    for module in (resolve, rules_training, rules_model, rules_pipeline)
     for name, function in vars(module).items()
     if inspect.isfunction(function) and function.__module__ == module.__name__
 }

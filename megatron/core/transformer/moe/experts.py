@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel.sink_module import (
     even_bands,
     whole_region,
 )
-from megatron.core.transformer import layer_table
 from megatron.core.transformer.activations import mlp_activation
+from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.moe.products import products_by_expert
 from megatron.core.transformer.moe.routing import Routes
@@ -76,9 +76,7 @@ class Experts(nn.Module):
     """[s/tp, b, h] (without sequence parallel [s, b, h]) -> the same, each token through the experts of its routes.
     Communicates over tp."""
 
-    def __init__(
-        self, config: TransformerConfig, experts: layer_table.Experts, factory: LayerFactory
-    ) -> None:
+    def __init__(self, config: TransformerConfig, experts: ExpertSizes, factory: LayerFactory) -> None:
         super().__init__()
         self.tp, self.grouped = factory.tp, config.moe_grouped_gemm
         self.activation = mlp_activation(config)

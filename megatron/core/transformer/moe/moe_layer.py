@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.sink_module import LayerFactory
-from megatron.core.transformer import layer_table
+from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import Router
@@ -25,7 +25,7 @@ class MoELayer(nn.Module):
         config: TransformerConfig,
         context: ModelContext,
         layer: int,
-        experts: layer_table.Experts,
+        experts: ExpertSizes,
         factory: LayerFactory,
     ) -> None:
         super().__init__()
