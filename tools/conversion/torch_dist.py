@@ -193,9 +193,10 @@ def _scales(model: TransformerConfig) -> Iterator[str]:
             modules += [f"mlp.shared_experts.{name}" for name in _FC]
         for module in modules:
             yield f"decoder.layers.{layer}{module}._extra_state/shard_{where[0]}_{where[1]}"
-        for expert in range(kind.experts.num_experts if kind.experts else 0):
-            parts = (f"{number}.{expert}", f"{layers}.{kind.experts.num_experts}")
-            parts = parts if one_tensor else (f"{expert}", f"{kind.experts.num_experts}")
+        experts = kind.experts.num_experts if kind.experts else 0
+        for expert in range(experts):
+            parts = (f"{number}.{expert}", f"{layers}.{experts}")
+            parts = parts if one_tensor else (f"{expert}", f"{experts}")
             for name in _FC:
                 yield f"decoder.layers.{layer}mlp.experts.experts.{name}._extra_state/shard_{parts[0]}_{parts[1]}"
 

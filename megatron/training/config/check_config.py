@@ -212,7 +212,8 @@ def _pipeline(config: Config, spec: ScheduleSpec | None, unknown: str) -> _Secti
 def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | None) -> _Section:
     """why: what is missing where they are not known; those of ranks, where the count has none."""
     facts: dict[str, Any] = {"total": None, "experts": None, "active": None, "per_rank": None, "why": why}
-    lines, stages = [], () if count is None else count.per_rank
+    lines: list[str] = []
+    stages: Sequence[int] = () if count is None else count.per_rank
     if count is not None:
         facts |= {"total": count.total, "experts": count.experts, "active": count.active}
         lines.append(f"parameters: {count.total:,} in all")
