@@ -222,11 +222,11 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | 
             f"  {count.experts:,} in experts; {count.active:,} active: all but experts that a token does not meet"
         )
     if grid is not None and stages:
-        stride, count = grid.strides["pp"], grid.world_size // grid.pp
+        stride, ranks = grid.strides["pp"], grid.world_size // grid.pp
         facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
         lines.append("parameters per rank:")
         for at, held in enumerate(stages):
-            which = f"each of {counted(count, 'rank')}" if count > 1 else f"rank {grid.rank({'pp': at})}"
+            which = f"each of {counted(ranks, 'rank')}" if ranks > 1 else f"rank {grid.rank({'pp': at})}"
             lines.append(f"  pipeline rank {at} ({which}): {held:,}")
     return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if why is not None else [])
 
