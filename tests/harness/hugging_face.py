@@ -46,13 +46,13 @@ TOYS = {
 _ROUTED = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
 _SPARSE = {"num_experts": 6, "moe_intermediate_size": 20, **_ROUTED}
 TOYS |= {
-    "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 5, **_ROUTED}),
+    "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 5, "head_dim": 12, **_ROUTED}),
     "qwen2-moe": (
         "qwen2_moe",
         {**_SIZES, **_SPARSE, "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]},
     ),
     "qwen3-moe": ("qwen3_moe", {**_SIZES, **_SPARSE, "head_dim": 12, "norm_topk_prob": True}),
-    "qwen3-moe-sums": ("qwen3_moe", {**_SIZES, **_SPARSE, "head_dim": 12, "decoder_sparse_step": 2}),
+    "qwen3-moe-sums": ("qwen3_moe", {**_SIZES, **_SPARSE, "head_dim": 12, "mlp_only_layers": [0]}),
 }
 
 # A vocabulary that tensor parallel ranks do not divide; `save_character_tokenizer` has it.

@@ -193,11 +193,10 @@ def _scales(model: TransformerConfig) -> Iterator[str]:
             modules += [f"mlp.shared_experts.{name}" for name in _FC]
         for module in modules:
             yield f"decoder.layers.{layer}{module}._extra_state/shard_{where[0]}_{where[1]}"
-        experts = 0 if kind.experts is None else kind.experts.num_experts
+        experts = kind.experts.num_experts if kind.experts else 0
         for expert in range(experts):
-            parts = (
-                (f"{number}.{expert}", f"{layers}.{experts}") if one_tensor else (f"{expert}", f"{experts}")
-            )
+            parts = (f"{number}.{expert}", f"{layers}.{experts}")
+            parts = parts if one_tensor else (f"{expert}", f"{experts}")
             for name in _FC:
                 yield f"decoder.layers.{layer}mlp.experts.experts.{name}._extra_state/shard_{parts[0]}_{parts[1]}"
 

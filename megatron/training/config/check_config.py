@@ -212,7 +212,8 @@ def _pipeline(config: Config, spec: ScheduleSpec | None, unknown: str) -> _Secti
 def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | None) -> _Section:
     """why: what is missing where they are not known; those of ranks, where the count has none."""
     facts: dict[str, Any] = {"total": None, "experts": None, "active": None, "per_rank": None, "why": why}
-    lines, stages = [], () if count is None else count.per_rank
+    lines: list[str] = []
+    stages: Sequence[int] = () if count is None else count.per_rank
     if count is not None:
         facts |= {"total": count.total, "experts": count.experts, "active": count.active}
         lines.append(f"parameters: {count.total:,} in all")
@@ -221,11 +222,11 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | 
             f"  {count.experts:,} in experts; {count.active:,} active: all but experts that a token does not meet"
         )
     if grid is not None and stages:
-        stride, alike = grid.strides["pp"], grid.world_size // grid.pp
+        stride, ranks = grid.strides["pp"], grid.world_size // grid.pp
         facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
         lines.append("parameters per rank:")
         for at, held in enumerate(stages):
-            which = f"each of {counted(alike, 'rank')}" if alike > 1 else f"rank {grid.rank({'pp': at})}"
+            which = f"each of {counted(ranks, 'rank')}" if ranks > 1 else f"rank {grid.rank({'pp': at})}"
             lines.append(f"  pipeline rank {at} ({which}): {held:,}")
     return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if why is not None else [])
 

@@ -183,3 +183,11 @@ def _mutated(move, kind, draws):
         "reshape": [part._replace(shape=(part.shape[0] + 1, *part.shape[1:]))],
     }[kind]
     return [one if one is move else move._replace(**{side: one}) for one in changed]
+
+
+def test_every_second_layer_is_a_list():
+    json = {**small("qwen3-30b-a3b", 4), "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    model = read_config(json)
+    assert model.flags["moe_layer_freq"] == "[0,1,0,0]"
+    written = model.architecture.write(model.config(), model.vocab_size)
+    assert (written["decoder_sparse_step"], written["mlp_only_layers"]) == (1, [0, 2, 3])
