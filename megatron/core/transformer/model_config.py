@@ -5,6 +5,7 @@ import math
 from typing import Annotated, Literal
 
 from megatron.core.config_base import FLOAT, Bounds, Ids, Layers, Length, Rate, Size, arg
+from megatron.core.list_expression import parse_list_expression
 
 GATED = ("swiglu", "quick_geglu", "geglu", "geglu_tanh")
 # Flags of which one at most says what the MLP computes; none: GELU.
@@ -26,6 +27,12 @@ def number_or_sqrt_hidden(word: str) -> float | str:
     if not math.isfinite(number) or number == 0:
         raise ValueError(f"expects a finite number that is not 0, or {SQRT_HIDDEN}, got {word!r}")
     return number
+
+
+def number_or_list(word: str) -> str:
+    """The word, which is a number or a list expression. Raises ValueError."""
+    parse_list_expression(word)
+    return word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +131,10 @@ class TransformerConfig:
         None, "experts of a layer, in place of its MLP; 0 for none", weights=True
     )
     moe_layer_freq: str = arg(
-        "1", "which layers have experts: every N-th, or a list such as ([0]*3+[1]*58)", weights=True
+        "1",
+        "which layers have experts: every N-th, or a list such as ([0]*3+[1]*58)",
+        parse=number_or_list,
+        weights=True,
     )
     moe_ffn_hidden_size: Length | None = arg(
         None, "width of each expert", derived="--ffn-hidden-size", weights=True

@@ -152,7 +152,7 @@ def convert_loaded(entry: FlagEntry, value: Any) -> Any:
 
 def check_shape(name: str, words: Sequence[str]) -> None:
     """Values of flags that are known but not fields, where their shape can be wrong. Raises ValueError."""
-    if name in ("moe_layer_freq", "no_rope_freq", "linear_attention_freq") and words:
+    if name in ("no_rope_freq", "linear_attention_freq") and words:
         parse_list_expression(words[0])
     if name == "window_size" and words:
         parse_pair(words[0])

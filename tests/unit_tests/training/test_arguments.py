@@ -66,10 +66,10 @@ def test_value_shapes():
         "pipeline_model_parallel_layout": "Et*2|(tt|)*5t|tmL",
         "mmap_bin_files": False,
         "add_bias_linear": False,
+        "moe_layer_freq": "([0]*3+[1]*2)",
     }
     assert [(used.spelling, used.words) for used in line.used] == [
         ("--window-size", ("(127,0)",)),
-        ("--moe-layer-freq", ("([0]*3+[1]*2)",)),
         ("--cp-comm-type", ("p2p", "a2a")),
     ]
 
