@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _one(case: Case, args: argparse.Namespace, out: Path) -> int:
     """Run or compare a case and say what came of it; its exit status."""
-    golden, found, made = args.golden or case.golden, None, []
+    golden = args.golden or case.golden
+    made: list[Verdict] = []
     if args.command == "compare":
         found = Figures(*read_logs(args.logs))
     else:
@@ -84,7 +86,7 @@ def _one(case: Case, args: argparse.Namespace, out: Path) -> int:
             raise CaseError(f"--out: {folder} is there already")
         folder.mkdir(parents=True)
         try:
-            more = {"environ": os.environ, "nodes": args.nodes, "say": say}
+            more: dict[str, Any] = {"environ": os.environ, "nodes": args.nodes, "say": say}
             found, made = Runner(case, folder, args.launcher, **more).run()
         except RunFailedError as error:
             print(error, file=sys.stderr)

@@ -50,8 +50,8 @@ def make_toy_data(folder: Path) -> None:
         "--merge-file",
         "bpe/merges.txt",
     ]
-    words = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *flags, *tokenizer]
-    subprocess.run(words, cwd=made, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *flags, *tokenizer]
+    subprocess.run(command, cwd=made, check=True, stdout=subprocess.DEVNULL)
     for place in PLACES:
         link = made / place
         link.parent.mkdir(parents=True, exist_ok=True)

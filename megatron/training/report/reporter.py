@@ -149,7 +149,7 @@ class Reporter:
         self.start_interval()
         assert session.folder.path is not None, "a run without a folder"
         speaks, begins, total = session.ps.is_last_rank, state.iteration, session.config.total_iterations
-        more = {"resumed_iteration": begins, "about": about}
+        more: dict[str, Any] = {"resumed_iteration": begins, "about": about}
         self.writers = open_writers(session.config, session.folder.path, enabled=speaks, **more)
         total = total if self._log.progress != "off" else 0
         has = {"throughput_tflops": self._log.log_throughput, "eta": total, "bubbles": session.ps.pp_size > 1}
