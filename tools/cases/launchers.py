@@ -67,5 +67,7 @@ def _slurm(job: Job) -> list[str]:
     if job.ranks % job.nodes:
         raise CaseError(f"--nodes {job.nodes}: {job.ranks} ranks do not divide over them")
     words = ["--nodes", str(job.nodes), "--ranks-per-node", str(job.ranks // job.nodes), "--wait", "--submit"]
+    if job.script != "pretrain_gpt.py":
+        words += ["--script", str(ROOT / job.script)]
     save = [] if "--save" in job.words else ["--save", str(job.save), "--save-interval", "1000000"]
     return [sys.executable, str(ROOT / "tools" / "slurm.py"), *words, "--", *job.words, *save]
