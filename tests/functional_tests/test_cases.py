@@ -18,8 +18,11 @@ def test_it_has_its_golden_values(name, capfd):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("name", ["schedule_zbv_validated", "resume"])
-def test_torchrun_has_the_values_of_forked_ranks(name, capfd):
-    assert functional_tests.main(["run", name, "--launcher", "torchrun"]) == 0, capfd.readouterr()
+def test_torchrun_has_the_values_of_forked_ranks(name, tmp_path, capfd):
+    golden = ["--golden", str(tmp_path / "golden.json")]
+    assert functional_tests.main(["record", name, *golden, "--dirty"]) == 0, capfd.readouterr()
+    assert functional_tests.main(["run", name, *golden, "--launcher", "torchrun"]) == 0, capfd.readouterr()
+    assert "ok   lm loss: every bit" in capfd.readouterr().out
 
 
 def test_a_case_of_five_lines(tmp_path, capfd):
