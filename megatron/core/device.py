@@ -252,21 +252,21 @@ LAUNCHES_WORTH = 16
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a [..., n, k] times b [k, m], in their dtype; see `SHORT`."""
-    if _is_short(a, b):
+    if a.dtype in _HALVES and _is_short(a, b):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k] times weight [m, k] transposed, and bias [m], in their dtype; see `SHORT`."""
-    if _is_short(x, weight):
+    if x.dtype in _HALVES and _is_short(x, weight):
         wide = None if bias is None else bias.float()
         return F.linear(x.float(), weight.float(), wide).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
 def _is_short(a: Tensor, b: Tensor) -> bool:
-    return a.dtype in _HALVES and kind_of(a.device) == "cpu" and a.numel() * b.numel() <= SHORT * a.shape[-1]
+    return kind_of(a.device) == "cpu" and a.numel() * b.numel() <= SHORT * a.shape[-1]
 
 
 def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
