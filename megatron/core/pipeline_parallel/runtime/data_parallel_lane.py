@@ -32,7 +32,7 @@ class _Operation:
 
     place: int
     op: RawOp
-    units: list[tuple[int, str, Callable[[], None]]]
+    units: Sequence[tuple[int, str, Callable[[], None]]]
     start_s: float = 0.0
     end_s: float = 0.0
     left: int = 0
@@ -69,8 +69,8 @@ class DataParallelLane:
                 if op[5] > len(names):
                     raise PlanError(f"{op_text(op)}: stage {stage} has {len(names)} units")
                 every = range(op[4], op[5]) if op[4] >= 0 else range(len(names))
-                units = [(one, names[one], partial(calls[kind], numbers[one])) for one in every]
-                self._operations[place] = _Operation(place, op, units)
+                doing = [(one, names[one], partial(calls[kind], numbers[one])) for one in every]
+                self._operations[place] = _Operation(place, op, doing)
         # What the row gathers; all else is always whole.
         gathers = (one for one in self._operations.values() if one.op[0] == ir.UNSHARD)
         self._come_and_go = {name for one in gathers for _, name, _ in one.units}
