@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 # Bytecode is kept: else each of several hundred processes of the suite compiles three hundred modules, half a second.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart test test-wheels test-all check lint docs clean
+.PHONY: setup quickstart test test-wheels test-slurm test-all check lint docs clean
 
 # Everything that developing needs. Does nothing when up to date.
 setup: $(VENV)/.dev
@@ -35,7 +35,11 @@ test: setup
 test-wheels: setup
 	$(BIN)/python -m pytest tests/wheels
 
-# Full grids, kill storms and test-wheels too; the figures in docs/ come from it. A call stops behind the first test that
+# On two nodes of a Slurm of the tests' own (tests/slurm/cluster.py). As root, which installs it where it is missing.
+test-slurm: setup
+	$(BIN)/python -m pytest tests/slurm -m slurm
+
+# Full grids, kill storms, test-wheels and all of test-slurm too; the figures in docs/ come from it. A call stops behind the first test that
 # ends after half an hour; the next one goes on.
 test-all: setup
 	$(BIN)/python -m pytest -p tests.harness.resumed

@@ -13,6 +13,7 @@ SCRIPTS = (
     "tools/**/*.js",
     "tools/*.html",
     "tools/*.json",
+    "examples/slurm/train.sbatch",
 )
 
 

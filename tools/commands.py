@@ -25,6 +25,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("pretrain_gpt.py", "pre-train a GPT, by Megatron-LM's command line"),
     "launch": Command("tools/launch.py", "start several ranks of a command, and say how the run ended"),
+    "slurm": Command("tools/slurm.py", "print the batch script of a launch line, or submit it"),
     "check": Command(
         "pretrain_gpt.py", "say what a train line means, without running it", ("--check-config",)
     ),

@@ -36,6 +36,7 @@ from megatron.training.config.launch_env import LAUNCH_RECORD, LaunchEnv
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exit_json
 from megatron.training.run.arguments import last_words
 from tools.commands import COMMANDS
+from tools.forked_ranks import fork_ranks
 
 STARTS_SCRIPTS = (
     "-m",
@@ -90,6 +91,8 @@ def launch(words: Sequence[str]) -> int:
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     quiet_agent()
+    if not LaunchEnv().gpu_present():
+        fork_ranks(started[0])
     args = torchrun.get_args_parser().parse_args([*flags, "--no-python", sys.executable, "-u", *started])
     args.signals_to_handle = ",".join(dict.fromkeys([*args.signals_to_handle.split(","), "SIGUSR1"]))
     if args.nproc_per_node != "1":

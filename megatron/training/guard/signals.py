@@ -48,6 +48,17 @@ def end_at_once(last_words: Callable[[StopRequested], int]) -> None:
             _before.setdefault(number, signal.signal(number, end))
 
 
+def forget() -> None:
+    """In a fork that becomes another program: signals act as at its start, and none waits."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    _before.clear()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+
+
 def _ours() -> list[signal.Signals]:
     """Not a SIGHUP that is ignored: whoever started us with `nohup` means to hang up."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

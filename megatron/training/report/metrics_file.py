@@ -1,7 +1,7 @@
 """metrics.jsonl: the run's own record, one JSON object a line, readable while the run goes on.
 
     {"iteration": 10, "consumed_samples": 80, "time": 1767225600.5, "lm loss": 9.87, ...}
-    {"event": "checkpoint", "iteration": 10, "time": 1767225601.0, "path": "out/iter_0000010"}
+    {"event": "checkpoint", "iteration": 10, "time": 1767225601.0, "path": "out/iter_0000010", "seconds": 0.4}
 
 Numbers that JSON cannot write are the strings "nan", "inf", "-inf". A line is written whole and flushed at
 once, so a killed run loses at most the line it was in.

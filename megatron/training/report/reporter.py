@@ -293,9 +293,9 @@ class Reporter:
             scalars = {tag: value for tag, value in scalars.items() if not tag.endswith(" ppl")}
         self.writers.record(scalars, step=self._state.iteration, samples=self._state.consumed_train_samples)
 
-    def saved(self, iteration: int, directory: str) -> None:
-        """The checkpoint of `iteration` was committed."""
-        self.writers.event("checkpoint", iteration, path=directory)
+    def saved(self, iteration: int, directory: str, seconds: float) -> None:
+        """The checkpoint of `iteration` was committed, so many seconds after its save had begun."""
+        self.writers.event("checkpoint", iteration, path=directory, seconds=round(seconds, 3))
         self._progress.checkpoint_saved()
         self._log_progress(f"Saved checkpoint\t{directory}")
 

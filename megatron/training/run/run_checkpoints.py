@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ class RunCheckpoints:
         self._checkpointer = Checkpointer(session.ps, self._flags, log=log, guard=guard, saved=self._saved)
         self._saved_data: Any = None  # `GPTDataset.description` of the checkpoint that was loaded
         self.last: str | None = None
+        self._began_s: dict[int, float] = {}  # iteration -> when its save began
         self._converts = self._flags.ckpt_convert_format is not None  # without data, and nothing to report
 
     def _log(self, text: str) -> None:
@@ -192,6 +194,7 @@ class RunCheckpoints:
                 {"microbatches": size, "plan": one.as_json()} for size, one in sorted(residencies.items())
             ]
         timer = session.timers("save-checkpoint", log_level=1)
+        self._began_s[state.iteration] = time.monotonic()
         with session.watchdog.phase("save"), timer, engine.model.buffer.rounded_weights():
             pieces = engine.model_pieces(), engine.optimizer.pieces()
             self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
@@ -202,5 +205,6 @@ class RunCheckpoints:
 
     def _saved(self, iteration: int, directory: Path) -> None:
         self.last = str(directory)
+        seconds = time.monotonic() - self._began_s.pop(iteration)
         if not self._converts:
-            self._parts.reporter.saved(iteration, self.last)
+            self._parts.reporter.saved(iteration, self.last, seconds)

@@ -88,6 +88,7 @@ def test_help_lists_the_commands_without_torch(installed):
     for name in (
         "train",
         "launch",
+        "slurm",
         "check",
         "schedule",
         "data preprocess",

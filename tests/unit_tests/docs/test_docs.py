@@ -34,7 +34,8 @@ OTHER_PROGRAMS = {
     "torchrun": "--standalone --nproc-per-node --nnodes --rdzv-id --rdzv-backend --rdzv-endpoint --max-restarts "
     "--shutdown-timeout --local-addr --no-python --signals-to-handle",
     "nsys": "--capture-range --capture-range-end",
-    "slurm": "--signal --ntasks-per-node --nodes --time --requeue --gpus-per-node --cpus-per-task",
+    "slurm": "--signal --nodes --time --gpus-per-node --partition --wait --array",
+    "apptainer": "--nv --bind",
     "docker": "--gpus --init --memory --shm-size --ulimit",
     "ruff": "--check",
     "examples/custom_trainer": "--context-tokens",
@@ -173,11 +174,11 @@ def words_after_trainer(arguments):
 
 @pytest.fixture
 def stub_path(tmp_path):
-    """A PATH on which torchrun, srun and scontrol only say what they were called with."""
+    """A PATH on which torchrun and megatron-zero only say what they were called with; srun runs a node's launcher."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     for command, script in {
-        "torchrun": 'printf "%s\\0" "$@"',
+        **dict.fromkeys(("torchrun", "megatron-zero"), 'printf "%s\\0" "$@"'),
         "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
         "scontrol": "echo node1",
     }.items():
@@ -212,6 +213,7 @@ def test_launch_lines_of_examples_are_accepted(script, arguments, ranks, cut, st
         "SLURM_JOB_ID": "1",
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_GPUS_ON_NODE": "8",
     }
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / script), *arguments],
