@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -129,6 +130,18 @@ class Device:
             return int(total - free)
         return None
 
+    def image(self) -> dict[str, Any]:
+        """What the bits of a computation depend on beside its inputs: torch, processors, threads."""
+        name = torch.cuda.get_device_name(self.index) if self._is_cuda else self.kind
+        capability = torch.backends.cpu.get_cpu_capability()
+        processor = f"{capability}, {_processor_name()}"
+        return {
+            "torch": torch.__version__,
+            "processor": processor,
+            "threads": torch.get_num_threads(),
+            "device": name,
+        }
+
     # --- for profilers
 
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
@@ -181,6 +194,16 @@ class Device:
         if self._is_cuda:
             torch.backends.cuda.matmul.allow_tf32 = allowed
             torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _processor_name() -> str:
+    """As Linux has it: libraries choose kernels by more than what torch calls the capability."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
 
 
 def _best_kind() -> DeviceKind:
