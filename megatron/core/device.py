@@ -26,10 +26,11 @@ from torch import Tensor
 from megatron.core.available_memory import available_bytes
 
 # Multiplications of a 16-bit product, at most, that a CPU does in fp32 and rounds once, as kernels for 16 bits do.
-# Calls of these cost 25 us and more; without instructions for bf16 they take 277 us for 32 x 192 times 192 x 64, which
-# is 36 in fp32, casts among them, and 40 times as long as fp32 for larger ones; there fp32 is bounded by its copies.
+# Without instructions for bf16 these take 277 us for 32 x 192 times 192 x 64, which is 36 in fp32, casts among
+# them, and 40 times as long as fp32 for larger ones; there fp32 is bounded by its copies. With such instructions a call
+# costs 25 us before it computes, in which a core does 2^19 multiplications in fp32 with their casts.
 _HAS_BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-SHORT = 1 << (20 if _HAS_BF16 else 24)
+SHORT = 1 << (19 if _HAS_BF16 else 24)
 _HALVES = (torch.bfloat16, torch.float16)
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -275,21 +276,21 @@ LAUNCHES_WORTH = 16
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a [..., n, k] times b [k, m], in their dtype; see `SHORT`."""
-    if _is_short(a, b):
+    if a.dtype in _HALVES and _is_short(a, b):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k] times weight [m, k] transposed, and bias [m], in their dtype; see `SHORT`."""
-    if _is_short(x, weight):
+    if x.dtype in _HALVES and _is_short(x, weight):
         wide = None if bias is None else bias.float()
         return F.linear(x.float(), weight.float(), wide).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
 def _is_short(a: Tensor, b: Tensor) -> bool:
-    return a.dtype in _HALVES and kind_of(a.device) == "cpu" and a.numel() * b.numel() <= SHORT * a.shape[-1]
+    return kind_of(a.device) == "cpu" and a.numel() * b.numel() <= SHORT * a.shape[-1]
 
 
 def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
