@@ -27,7 +27,8 @@ $(VENV)/.dev: $(VENV)/.base
 quickstart: $(VENV)/.base
 	@PYTHON=$(BIN)/python examples/quickstart/run.sh
 
-# Parts of the suite beside each other: most tests wait for other ranks or use one core.
+# Parts of the suite beside each other: most tests wait for other ranks or use one core. Of the tests marked `grid` as many
+# as the budget has room for, chosen by the commit.
 test: setup
 	$(BIN)/python tools/run_tests.py -m "not full"
 
@@ -53,6 +54,7 @@ lint: setup
 	$(BIN)/python tools/generate_tree.py --check
 	$(BIN)/python tools/generate_schedule_docs.py --check
 	$(BIN)/python tools/generate_interchange_docs.py --check
+	$(BIN)/python tools/generate_cases_docs.py --check
 
 check: lint test
 
@@ -62,6 +64,7 @@ docs: setup
 	$(BIN)/python tools/generate_tree.py
 	$(BIN)/python tools/generate_schedule_docs.py
 	$(BIN)/python tools/generate_interchange_docs.py
+	$(BIN)/python tools/generate_cases_docs.py
 
 clean:
 	rm -rf $(VENV) .venv-wheels .wheels build dist *.egg-info runs

@@ -1,6 +1,7 @@
 """Our training step against a plain PyTorch loop, one process, one thread: time and peak memory.
 
     python benchmarks/single_process.py                        # the table of the README
+    python benchmarks/single_process.py --size 8x64 --micro-batch 1 8 --steps 40 --no-memory   # short kernels
     python benchmarks/single_process.py --micro-batch 1 --steps 3 --dtypes fp32 --json out.json
 
 Both train the same model on the same tokens from the same weights: forward, backward, clip, fused AdamW.
@@ -38,6 +39,13 @@ from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport.parallel_state import single_process
 
+SHAPE = ("layers", "hidden", "heads", "seq", "vocab")
+SIZES = {  # layers, hidden, heads, sequence, vocabulary; kernels of the first three are short
+    "8x64": (8, 64, 4, 32, 256),
+    "8x128": (8, 128, 4, 32, 256),
+    "4x256": (4, 256, 4, 32, 256),
+    "8x512": (8, 512, 8, 512, 8192),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -160,7 +168,7 @@ def memory_case(who: str, dtype: str, micro_batch: int, args: argparse.Namespace
         "--micro-batch",
         str(micro_batch),
     ]
-    for name in ("layers", "hidden", "heads", "seq", "vocab", "global_batch"):
+    for name in (*SHAPE, "global_batch"):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     # the C library reads these at its start: freed memory then leaves the resident set
     malloc = ["env", "MALLOC_MMAP_THRESHOLD_=65536", "MALLOC_TRIM_THRESHOLD_=65536"]
@@ -169,13 +177,16 @@ def memory_case(who: str, dtype: str, micro_batch: int, args: argparse.Namespace
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(args, name) for name in ("layers", "hidden", "heads", "seq", "vocab")}
+    return {name: getattr(args, name) for name in SHAPE}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, value in (("layers", 8), ("hidden", 512), ("heads", 8), ("seq", 512), ("vocab", 8192)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument(
+        "--size", choices=SIZES, default="8x512", help="all of the five below, where not given"
+    )
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--global-batch", type=int, default=8, help="samples a step")
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -183,7 +194,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory-of", choices=("ours", "plain"), help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name, value in zip(SHAPE, SIZES[args.size], strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
 
 def main() -> None:

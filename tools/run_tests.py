@@ -3,10 +3,14 @@
 Options are pytest's: `python tools/run_tests.py -m "not full" --durations=10`. Parts are forks of this process, which
 has imported what takes seconds. What a part says is printed when it has ended, with the time of all its processes on a
 core; the exit status is 1 if any failed.
+
+Of the tests marked `grid` (tests/harness/grid.py) as many are run as BUDGET_S has room for beside the others.
+`--record-seconds` runs all of them and writes tests/grid_seconds.csv anew.
 """
 
 from __future__ import annotations
 
+import csv
 import gc
 import importlib
 import os
@@ -17,11 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 AT_ONCE = len(os.sched_getaffinity(0)) + 1  # tests wait for other ranks, for files and for time to pass
+BUDGET_S = 1560.0  # of a core, as tests/grid_seconds.csv counts: 13 minutes of two where it was written
+RECORD = "--record-seconds"
 # The longest first, so that the last ones end together; then each folder of what these do not name. A file is in the
 # first part that names it. What imports transformers, which takes 4 s, is one part.
 LONGEST = (
@@ -91,6 +97,42 @@ def main(options: Sequence[str]) -> int:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()
+    with tempfile.TemporaryFile("w+", newline="") as taken:
+        plugin = _grid(None if RECORD in options else BUDGET_S, taken)
+        status, used = _run_parts([option for option in options if option != RECORD], plugin)
+        if status == 0 and RECORD in options:
+            _record(taken, used)
+    return status
+
+
+def _grid(budget: float | None, taken: IO[str]) -> Any:
+    """The plugin for each part, once it is said what it runs. budget: None for all. taken: what all parts write to."""
+    grid = importlib.import_module("tests.harness.grid")
+    if budget is None:
+        return grid.Grid(None, {}, taken)
+    seconds = grid.read_seconds()
+    room = budget - seconds.pop(grid.OTHERS)
+    commits = grid.commits(ROOT)
+    chosen = grid.choose(seconds, room, commits)
+    print("\n".join(f"grid: {test}" for test in chosen))
+    need, of = sum(map(seconds.__getitem__, chosen)), sum(seconds.values())
+    by = f"by commit {commits[0][:12]}" if commits else "by no commit: this is no repository"
+    print(
+        f"grid: {len(chosen)} of {len(seconds)} tests, {need:.0f} of {of:.0f} s of a core, {by}\n", flush=True
+    )
+    return grid.Grid(chosen, seconds, taken)
+
+
+def _record(taken: IO[str], used: float) -> None:
+    """Write tests/grid_seconds.csv. used: by all tests."""
+    grid = importlib.import_module("tests.harness.grid")
+    taken.seek(0)
+    seconds = {test: float(took) for test, took in csv.reader(taken)}
+    grid.write_seconds({grid.OTHERS: used - sum(seconds.values()), **seconds})
+
+
+def _run_parts(options: Sequence[str], plugin: Any) -> tuple[int, float]:
+    """The exit status, and seconds of a core."""
     start, counts, failed, used = time.monotonic(), Counter[str](), False, 0.0
     waiting, running = parts(), dict[int, Running]()
     while waiting or running:
@@ -98,7 +140,7 @@ def main(options: Sequence[str]) -> int:
             name = next(iter(waiting))
             one, files = Running(name, tempfile.TemporaryFile()), waiting.pop(name)  # noqa: SIM115
             if (pid := os.fork()) == 0:
-                return _run(files, options, one.output)
+                sys.exit(_run(files, options, one.output, plugin))
             running[pid] = one
         pid, status, spent = os.wait4(-1, 0)
         name, output = running.pop(pid)
@@ -111,18 +153,18 @@ def main(options: Sequence[str]) -> int:
         counts.update({what: int(number) for number, what in SAID.findall(said.rpartition("\n")[2])})
     summary = ", ".join(f"{number} {what}" for what, number in counts.items())
     print(f"{summary} in {time.monotonic() - start:.0f} s, {used:.0f} s of a core")
-    return int(failed)
+    return int(failed), used
 
 
 _NOTHING = 5  # pytest's status where no test of a part is asked for
 
 
-def _run(files: Sequence[Path], options: Sequence[str], output: IO[bytes]) -> int:
+def _run(files: Sequence[Path], options: Sequence[str], output: IO[bytes], plugin: Any) -> int:
     """In a part's own process: pytest's exit status."""
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins that are imported already
-    return int(importlib.import_module("pytest").main([*quiet, *options, *map(str, files)]))
+    return int(importlib.import_module("pytest").main([*quiet, *options, *map(str, files)], plugins=[plugin]))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -25,10 +26,11 @@ from torch import Tensor
 from megatron.core.available_memory import available_bytes
 
 # Multiplications of a 16-bit product, at most, that a CPU does in fp32 and rounds once, as kernels for 16 bits do.
-# Calls of these cost 25 us and more; without instructions for bf16 they take 277 us for 32 x 192 times 192 x 64, which
-# is 36 in fp32, casts among them, and 40 times as long as fp32 for larger ones; there fp32 is bounded by its copies.
+# Without instructions for bf16 these take 277 us for 32 x 192 times 192 x 64, which is 36 in fp32, casts among
+# them, and 40 times as long as fp32 for larger ones; there fp32 is bounded by its copies. With such instructions a call
+# costs 25 us before it computes, in which a core does 2^19 multiplications in fp32 with their casts.
 _HAS_BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-SHORT = 1 << (20 if _HAS_BF16 else 24)
+SHORT = 1 << (19 if _HAS_BF16 else 24)
 _HALVES = (torch.bfloat16, torch.float16)
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -128,6 +130,18 @@ class Device:
             return int(total - free)
         return None
 
+    def image(self) -> dict[str, Any]:
+        """What the bits of a computation depend on beside its inputs: torch, processors, threads."""
+        name = torch.cuda.get_device_name(self.index) if self._is_cuda else self.kind
+        capability = torch.backends.cpu.get_cpu_capability()
+        processor = f"{capability}, {_processor_name()}"
+        return {
+            "torch": torch.__version__,
+            "processor": processor,
+            "threads": torch.get_num_threads(),
+            "device": name,
+        }
+
     # --- for profilers
 
     def activities(self) -> list[torch.profiler.ProfilerActivity]:
@@ -180,6 +194,16 @@ class Device:
         if self._is_cuda:
             torch.backends.cuda.matmul.allow_tf32 = allowed
             torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _processor_name() -> str:
+    """As Linux has it: libraries choose kernels by more than what torch calls the capability."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
 
 
 def _best_kind() -> DeviceKind:

@@ -49,17 +49,19 @@ def accumulate_wgrad(
                 grad.zero_()
             first = end
         return
-    if x is None and dy.dim() == main_grad.dim():
-        add_gradient(main_grad, dy, overwrite=overwrite, scale=scale)
-        return
-    if dy.dim() > 2:
-        dy = dy.flatten(0, -2)  # [tokens, out]
     if x is None:
+        if dy.dim() == main_grad.dim():
+            add_gradient(main_grad, dy, overwrite=overwrite, scale=scale)
+            return
+        if dy.dim() > 2:
+            dy = dy.flatten(0, -2)  # [tokens, out]
         if overwrite and scale == 1.0:
             torch.sum(dy, 0, dtype=main_grad.dtype, out=main_grad)
         else:
             add_gradient(main_grad, dy.sum(0, dtype=main_grad.dtype), overwrite=overwrite, scale=scale)
         return
+    if dy.dim() > 2:
+        dy = dy.flatten(0, -2)
     if not x.is_floating_point():
         if overwrite:
             main_grad.zero_()
@@ -67,10 +69,11 @@ def accumulate_wgrad(
         return
     if x.dim() > 2:
         x = x.flatten(0, -2)  # [tokens, in]
-    (outputs, inputs), dy = main_grad.shape, dy.t()  # [out, tokens]
-    assert (outputs, inputs) == (len(dy), x.shape[1]), (
-        f"main_grad {main_grad.shape}, dy {dy.t().shape}, x {x.shape}"
+    outputs, inputs = main_grad.shape
+    assert (outputs, inputs) == (dy.shape[1], x.shape[1]), (
+        f"main_grad {main_grad.shape}, dy {dy.shape}, x {x.shape}"
     )
+    dy = dy.t()  # [out, tokens]
     if main_grad.dtype == dy.dtype:
         if overwrite or scale != 1.0:
             main_grad.addmm_(dy, x, beta=0.0 if overwrite else 1.0, alpha=scale)
@@ -78,9 +81,8 @@ def accumulate_wgrad(
             main_grad.addmm_(dy, x)
         return
     rows = max(1, WIDENED_ELEMENTS // inputs)
-    if (
-        kind_of(dy.device) == "cpu" and outputs > rows
-    ):  # neither the narrow product nor its wide copy is ever whole
+    if outputs > rows and kind_of(dy.device) == "cpu":
+        # neither the narrow product nor its wide copy is ever whole
         for part, columns in zip(main_grad.split(rows), dy.split(rows), strict=True):
             add_gradient(part, product(columns, x), overwrite=overwrite, scale=scale)
     else:
@@ -198,16 +200,20 @@ class WeightGradAccumulator:
     def put(
         self, key: str, x: Tensor | Operand | None, dy: Tensor, ends: tuple[int, ...] | None = None
     ) -> None:
-        assert key in self.main_grads, (
-            f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
-        )
+        main_grads, listener = self.main_grads, self._listener
+        assert key in main_grads, f"no gradient buffer bound for {key!r}; bound: {sorted(main_grads)}"
         if self.deferring:
             if isinstance(x, Tensor) and x.requires_grad:
                 # With its graph it would keep the stage's input and that one's gradient until W.
                 x = x.detach()
             self._filed[self.microbatch].append((key, x, dy, ends))
-        else:
-            self._compute((key, x, dy, ends), self.microbatch)
+            return
+        if x is not None and not isinstance(x, Tensor):
+            x = x.whole()
+        overwrite = listener is not None and listener.grad_begins(key)
+        accumulate_wgrad(main_grads[key], x, dy, ends, overwrite=overwrite, scale=self._scale)
+        if listener is not None:
+            listener.grad_ready(key, self.microbatch)
 
     @torch.no_grad()
     def flush(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
@@ -219,7 +225,8 @@ class WeightGradAccumulator:
         assert microbatch in self._filed, (
             f"W of microbatch {microbatch} without its B; filed: {sorted(self._filed)}"
         )
-        filed = self._filed.pop(microbatch)
+        assert not self.deferring, f"W of microbatch {microbatch} inside the B of {self.microbatch}"
+        filed, self.microbatch = self._filed.pop(microbatch), microbatch
         if units is not None:
             chosen = range(*units)
             # What is left may be nothing, and is asked for nevertheless: by another part of this W.
@@ -230,8 +237,7 @@ class WeightGradAccumulator:
             parts[0].start()
         unit = None
         while filed:
-            contribution = filed.popleft()
-            key, x, *_ = contribution
+            key, x, dy, ends = filed.popleft()
             if parts and x is parts[0]:
                 parts.popleft()
             if parts:
@@ -239,7 +245,7 @@ class WeightGradAccumulator:
             if self._unit_begins is not None and self._unit(key) != unit:
                 unit = self._unit(key)
                 self._unit_begins(unit)
-            self._compute(contribution, microbatch)
+            self.put(key, x, dy, ends)
 
     def check_flushed(self) -> None:
         """At the end of a step every B had its W."""
@@ -254,11 +260,3 @@ class WeightGradAccumulator:
     def done(self, key: str, microbatch: int) -> None:
         if self._listener is not None:
             self._listener.grad_ready(key, microbatch)
-
-    def _compute(self, contribution: Contribution, microbatch: int) -> None:
-        key, x, dy, ends = contribution
-        listener, whole = self._listener, x if x is None or isinstance(x, Tensor) else x.whole()
-        overwrite = listener is not None and listener.grad_begins(key)
-        accumulate_wgrad(self.main_grads[key], whole, dy, ends, overwrite=overwrite, scale=self._scale)
-        if listener is not None:
-            listener.grad_ready(key, microbatch)

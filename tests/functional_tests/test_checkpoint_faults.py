@@ -37,6 +37,7 @@ def refused(folder, *flags, ranks=1):
     return run.output
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_flipped_bit(copy, ranks):
     path = copy / "ck" / "iter_0000004" / "shard_00000.safetensors"

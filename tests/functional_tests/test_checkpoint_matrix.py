@@ -84,6 +84,7 @@ def load_and_save(folder, layout, iteration, digests, losses):
     assert losses_of(folder)[iteration + 2] == pytest.approx(losses[iteration + 2], rel=0, abs=1e-6)
 
 
+@pytest.mark.grid
 def test_a_checkpoint_goes_around_all_layouts(trained, tmp_path):
     """Each layout loads what the one before has saved."""
     first, *others = LAYOUTS

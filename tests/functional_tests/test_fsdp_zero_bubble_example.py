@@ -43,6 +43,7 @@ def plain(tmp_path_factory):
     return losses(output)
 
 
+@pytest.mark.grid
 def test_it_has_the_losses_of_a_sharded_optimizer_under_1f1b_and_moves_what_it_planned(tmp_path, plain):
     said = trained(tmp_path, POLICY="step")
     assert '"schedule": "zbv"' in said

@@ -83,6 +83,7 @@ def killed_and_resumed(folder, undisturbed, seed, ranks=None, more="", script=la
     }  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", [1, 2])
 def test_kill(tmp_path, undisturbed, seed):
     killed_and_resumed(tmp_path, undisturbed, seed)
@@ -166,6 +167,7 @@ def test_survivor_of_a_sleeping_peer(tmp_path):
     check_survivor_of_a_sleeping_peer(FLAGS, script=FAULTY, folder=tmp_path, within_s=12.0)
 
 
+@pytest.mark.grid
 def test_torchrun_restarts_by_itself(tmp_path, undisturbed):
     """--max-restarts: a rank is killed once, the next attempt goes on from the last checkpoint."""
     flags = [*FLAGS, "--kill-iteration", "6", "--fault-rank", "1"]

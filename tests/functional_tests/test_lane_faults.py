@@ -89,6 +89,7 @@ def test_a_peer_goes_away_in_an_operation(tmp_path, case):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=full)])
 def test_a_peer_goes_away_in_a_rollback(tmp_path, how):
     """Ranks that have stepped hear that the step was none; one goes away while it steps back."""

@@ -71,6 +71,7 @@ def test_solved_again_with_the_same_bits(tmp_path, schedule):
         assert plan_hash(saved) == taken[-1]["hash"]
 
 
+@pytest.mark.grid
 def test_sharded_steps_that_are_taken_back_and_solved_again_have_the_bits_of_others(tmp_path):
     words = [*SHARDED.split(), "--save", "ck", "--save-interval", "100"]
     plain = train(tmp_path / "plain", *words, ranks=4, script=FAULTY_STEPS)

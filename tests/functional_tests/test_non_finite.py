@@ -29,6 +29,7 @@ def clean(tmp_path_factory):
     return out
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("ranks", "rank", "where"),
     [(1, 0, "loss"), (1, 0, "grad"), (2, 1, "loss"), (2, 1, "grad"), (2, 0, "grad")],
@@ -83,6 +84,7 @@ def test_skips_in_a_row_survive_a_restart(tmp_path):
     assert launch.exit_record(tmp_path / "ck")["iteration"] == 4
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("ranks", "where"), [(1, "grad"), (2, "loss")])
 def test_transient_fault_is_run_again(tmp_path, clean, ranks, where):
     flags = f"--inject-nan-iteration 4 --inject-how once --inject-where {where} --inject-nan-rank {ranks - 1}".split()
@@ -93,6 +95,7 @@ def test_transient_fault_is_run_again(tmp_path, clean, ranks, where):
     assert launch.digests(tmp_path / "ck", 6) == launch.digests(folder / "ck", 6)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("how", "status"), [("same", 16), ("different", 17)])
 def test_persistent_and_different_results(tmp_path, clean, how, status):
     flags = f"--inject-nan-iteration 5 --inject-how {how} --inject-nan-rank 1 --nan-policy rerun-once".split()

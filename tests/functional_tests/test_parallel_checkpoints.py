@@ -58,6 +58,7 @@ def test_a_pipeline_goes_on_bit_for_bit(trained, tmp_path, source, target):
     assert common_state(tmp_path, 6)["train_state"] == common_state(straight, 6)["train_state"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("layout", ["TP2", pytest.param("TP2 x PP2", marks=pytest.mark.full)])
 def test_tensor_parallel_ranks_go_on_bit_for_bit(trained, tmp_path, layout):
     straight, run = trained(layout)
@@ -67,6 +68,7 @@ def test_tensor_parallel_ranks_go_on_bit_for_bit(trained, tmp_path, layout):
     assert launch.digests(tmp_path / "ck", 6) == launch.digests(straight / "ck", 6)
 
 
+@pytest.mark.grid
 def test_the_vocabulary_of_the_checkpoint_holds(tmp_path):
     """Padded for two tensor parallel ranks, loaded by one process, which would pad to half of it."""
     two, one = (LAYOUTS[name] for name in ("TP2", "one"))
@@ -77,6 +79,7 @@ def test_the_vocabulary_of_the_checkpoint_holds(tmp_path):
     assert list(run.losses()) == [4, 5, 6]
 
 
+@pytest.mark.grid
 def test_stopped_by_a_signal(tmp_path):
     """All stages stop after the same iteration, once it is saved; going on is as if nobody had stopped them."""
     endless = [
@@ -105,6 +108,7 @@ def test_stopped_by_a_signal(tmp_path):
     )
 
 
+@pytest.mark.grid
 def test_every_tensor_is_saved_once_under_its_global_name(trained, capsys):
     """Whoever wrote it; and the tool that checks a checkpoint finds it whole."""
     folders = [trained(layout)[0] / "ck" for layout in ("TP2 x PP2", "one")]

@@ -93,6 +93,7 @@ def test_modules_that_cannot_be_cut(tmp_path, flags, says):
 # --- NaN
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("flags", "rank", "where"),
     [
@@ -130,6 +131,7 @@ def test_skip_leaves_every_stage_alone(tmp_path):
     assert run.output.count("number of skipped iterations:   1 | number of nan iterations:   1") == 2
 
 
+@pytest.mark.grid
 def test_a_transient_fault_is_run_again(tmp_path):
     """The whole pipeline runs the step a second time, on the batches it kept."""
     (tmp_path / "clean").mkdir()
@@ -144,6 +146,7 @@ def test_a_transient_fault_is_run_again(tmp_path):
 # --- peers that die or hang
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("flags", "victim", "microbatch"), [(PP2, 1, 1), (PP2, 1, 3), (PP2, 0, 1), (TP2, 1, 1)]
 )
@@ -190,6 +193,7 @@ def test_survivor_of_a_sleeping_peer(tmp_path, flags):
     check_survivor_of_a_sleeping_peer([*FLAGS, *flags.split()], script=FAULTY, folder=tmp_path, within_s=20.0)
 
 
+@pytest.mark.grid
 def test_a_killed_pipeline_goes_on_bit_for_bit(tmp_path):
     """The checkpoint that the survivors leave is whole: the same command ends in the undisturbed run's bits."""
     words = [*FLAGS, *PP2.split(), "--load", "ck"]

@@ -110,6 +110,7 @@ def test_who_prints_and_who_reads(tmp_path):
     assert sorted(read) == sorted([*range(32)] * 2)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("ranks", "flags", "lines"),
     [
@@ -146,6 +147,7 @@ PRECISION = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", PRECISION)
 @pytest.mark.parametrize("flags", [PP2, pytest.param(CHUNKS, marks=pytest.mark.full)])
 def test_precision_and_losses(run, name, flags):
@@ -156,6 +158,7 @@ def test_precision_and_losses(run, name, flags):
         assert "number of skipped iterations:   0 " in two.lines[-1]
 
 
+@pytest.mark.grid
 def test_batch_ramp_up(run, tmp_path):
     """4, 6 and 8 samples a step: plans for 2, 3 and 4 microbatches."""
     flags = [*launch.TINY, *"--num-layers 4 --train-samples 40 --rampup-batch-size 4 2 16".split()]
@@ -198,6 +201,7 @@ def odd_corpus(tmp_path_factory):
     return folder / "corpus"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flags", [PP2, CHUNKS])
 def test_full_validation(run, odd_corpus, flags):
     """Also where the last microbatches are fewer than interleaving takes in turn."""
@@ -237,6 +241,7 @@ def test_a_timeline_says_what_gathers_and_reductions_are_about(run):
 # --- a user's own modules
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flags", [PP2, CHUNKS])
 def test_a_plain_module_in_a_pipeline(run, flags):
     assert_same_bits(run(1, LOGGED, PLAIN), run(2, f"{LOGGED} {flags}", PLAIN))
@@ -253,11 +258,13 @@ def test_tensor_parallel_ranks(run):
         assert_same_but_for_rounding(one, other, rel=1e-4)
 
 
+@pytest.mark.grid
 def test_stages_add_nothing_to_tensor_parallel_ranks(run):
     flags = f"{SHORT} {TP2} --sequence-parallel"
     assert_same_bits(run(2, flags), run(4, f"{flags} {PP2}"))
 
 
+@pytest.mark.grid
 def test_stages_add_nothing_to_data_parallel_ranks(run):
     """Also with reductions that overlap backward, and with neighbouring stages on neighbouring ranks.
 
@@ -270,6 +277,7 @@ def test_stages_add_nothing_to_data_parallel_ranks(run):
     assert_same_bits(two, run(4, overlapped))
 
 
+@pytest.mark.grid
 def test_weights_that_are_filled_where_they_are(run):
     """--init-model-with-meta-device fills each rank's part with the bits of the whole."""
     flags = f"{SHORT} {NO_DROPOUT} {TP2}"

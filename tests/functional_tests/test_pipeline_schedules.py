@@ -64,6 +64,7 @@ def test_the_quick_setting_runs_on_any_number_of_layers_with_the_bits_of_one_pro
         assert line in zbv.output
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("source", "target"), [("1f1b", "zbv"), ("zbv", "zb-1p")])
 def test_another_schedule_goes_on_bit_for_bit(trained, tmp_path, source, target):
     """Layers move between ranks, the embedding's second copy comes and goes."""

@@ -94,6 +94,7 @@ def check_alike(train, name, after):
     return rollbacks
 
 
+@pytest.mark.grid
 def test_lines_evaluations_and_checkpoints_are_those_of_synchronous_runs(train):
     # Iteration 8 is skipped with its batch.
     assert check_alike(train, "everything", 0) == [
@@ -113,6 +114,7 @@ def test_lines_evaluations_and_checkpoints_are_those_of_synchronous_runs(train):
     assert len(later) == 2
 
 
+@pytest.mark.grid
 def test_a_loss_scale_that_moves(train):
     assert sum(check_alike(train, "fp16", 0)) >= 2
 
@@ -222,6 +224,7 @@ FAILURES = {
 SAMPLE = ("persistent", "signal")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name",
     [*SAMPLE, *(pytest.param(name, marks=pytest.mark.full) for name in FAILURES if name not in SAMPLE)],
@@ -248,6 +251,7 @@ def go_on(folder, words, tmp_path, ranks=2):
     assert launch.digests(folder / "ck", 9) == launch.digests(tmp_path / "straight" / "ck", 9)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("where", "ranks"),
     [
@@ -304,6 +308,7 @@ def test_three_flags_run_any_model_with_the_bits_of_one_process(tmp_path, num_la
 # Schedules that are solved again ------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 def test_a_schedule_is_solved_again_while_a_step_is_undecided(tmp_path):
     base = "--clip-grad 0 --num-layers 5 --allow-padding-num-layers --zero-bubble-v-schedule"
     timers = "--zero-bubble-pipeline-timers-start-iter 2 --zero-bubble-pipeline-timers-end-iter 5"

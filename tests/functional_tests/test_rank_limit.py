@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from tests.harness import launch
 from tests.harness.runs import assert_same_but_for_rounding, runs_of
 
@@ -11,6 +13,7 @@ BASE = [*launch.TINY, *SIZE.split(), "--log-interval", "1"]
 AUTO = "--pipeline-model-parallel-size 2 --use-custom-fsdp --data-parallel-sharding-strategy auto"
 
 
+@pytest.mark.grid
 def test_a_run_keeps_to_its_limit(tmp_path_factory):
     run = runs_of(BASE, tmp_path_factory.mktemp)
     limit = 1_000_000

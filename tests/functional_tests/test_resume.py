@@ -70,6 +70,7 @@ GRID = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("ranks", "precision", "length", "more"), SAMPLE)
 def test_bit_for_bit(tmp_path, ranks, precision, length, more):
     run = assert_bit_for_bit(tmp_path, ranks, [*PRECISION[precision], *LENGTH[length], *more.split()])

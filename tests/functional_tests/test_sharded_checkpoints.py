@@ -81,6 +81,7 @@ def test_the_same_layout_goes_on_bit_for_bit(trained, tmp_path, flags):
         assert common_state(tmp_path, 6)[key] == common_state(straight, 6)[key]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -123,6 +124,7 @@ def test_the_model_as_the_checkpoint_has_it(trained, tmp_path):
 # --- stopped by a signal
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "more", [(), pytest.param(("--async-save", "--fsdp-reshard-policy", "step"), marks=full)]
 )

@@ -98,6 +98,7 @@ def test_survivor_of_a_sleeping_peer(tmp_path, flags):
 # --- NaN
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("flags", "rank", "where"),
     [
@@ -126,6 +127,7 @@ def test_abort_names_rank_and_place(tmp_path, flags, rank, where):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flags", [ZERO3, pytest.param(STEP, marks=full), pytest.param(OPTIM, marks=full)])
 def test_skip_leaves_every_shard_alone(tmp_path, flags):
     flags += (
@@ -153,6 +155,7 @@ def test_a_transient_fault_is_run_again(tmp_path, clean, where):
 # --- damaged checkpoints
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flags", [ZERO3, pytest.param("", marks=full)])
 def test_a_flipped_bit_in_a_shard(tmp_path, clean, flags):
     """Status 3, naming the file, whoever wrote it and whoever reads it; the checkpoint before it is offered."""

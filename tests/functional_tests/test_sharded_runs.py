@@ -90,6 +90,7 @@ def test_policies_that_reduce_once_have_the_bits_of_no_shard(run):
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 2 --recompute-method"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags",
     [
@@ -104,6 +105,7 @@ def test_recomputed_layers(run, flags):
     assert_same_bits(run(2, f"{LOGGED} {ZERO3}"), run(2, f"{LOGGED} {ZERO3} {flags}"))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags",
     [
@@ -150,6 +152,7 @@ def test_one_rank_shards_with_nobody(run, flags):
 # --- precision and steps that are not like the others
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags",
     [
@@ -164,6 +167,7 @@ def test_precision_and_losses(run, flags):
     assert_same_but_for_rounding(one, two, rel=1e-4 if "bf16" in flags else 2e-6)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "sharded", [ZERO3, pytest.param(f"--use-distributed-optimizer {OVERLAP}", marks=full)]
 )
@@ -182,6 +186,7 @@ def test_fp16_skips_the_same_steps(run, sharded):
 RAMP = (*SIZE, *"--train-samples 60 --rampup-batch-size 4 4 24 --save ck --save-interval 1000".split())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags",
     [

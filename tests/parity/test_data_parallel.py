@@ -129,6 +129,7 @@ def test_ten_clipped_steps_equal_the_plain_loop(world):
                 assert torch.equal(our_weights[key], by_rank[0][name][2][key])  # replicas never drift
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bit_identical_when_repeated_and_overlapped_or_not(world, dtype):

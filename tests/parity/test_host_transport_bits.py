@@ -69,5 +69,6 @@ def test_two_ranks(dtype):
     assert run_ranks(both, 2, RUNS, dtype, timeout=300) == [True] * 2
 
 
+@pytest.mark.grid
 def test_four_ranks_in_two_instances():
     assert run_ranks(both, 4, INSTANCES, (), timeout=300) == [True] * 4

@@ -153,10 +153,12 @@ def test_every_layout_of_four_ranks_equals_the_reference():
     all_equal_reference(layouts(4), [*GPT, *EXACT])
 
 
+@pytest.mark.grid
 def test_zero_bubble_schedules_of_four_ranks_equal_the_reference():
     all_equal_reference(ZERO_BUBBLE, [*GPT, *EXACT])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [

@@ -200,6 +200,7 @@ def skewed(costs: CostModel) -> CostModel:
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name", ["ZeRO-3", *(pytest.param(name, marks=pytest.mark.full) for name in ("ZeRO-3 budget",))]
 )
@@ -236,6 +237,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "cases", [VALIDATED, pytest.param(OTHERS, marks=[pytest.mark.full, pytest.mark.timeout(1200)])]
 )

@@ -150,6 +150,7 @@ def assert_same(found, expected):
         assert np.array_equal(found[name], values), name
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("schedule", "chunks"), [("zbv", 2), ("1f1b", None), ("interleaved", 2)])
 def test_every_strategy_has_the_bits_of_whole_states_where_microbatches_are_grouped_alike(schedule, chunks):
     run = Run(schedule, chunks)

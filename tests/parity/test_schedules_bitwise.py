@@ -131,6 +131,7 @@ def test_schedules_have_the_bits_of_one_process():
     check(SAMPLE, {2: SHALLOW, 4: SHORT})
 
 
+@pytest.mark.grid
 def test_padded_layers_and_recomputation_have_the_bits_of_one_process():
     cases = [((2, name), model) for name, model in (("zb-1p", "fp32 tied"), ("zbv", "bf16 untied"))]
     check([*cases, ((2, "v-half"), "fp32 tied")], {2: PADDED})

@@ -240,6 +240,7 @@ def test_strategies_and_fsdp2_equal_the_plain_loop_over_two_ranks():
     check(2, [*cases, Case(None, PER_TOKEN, ga=2)])
 
 
+@pytest.mark.grid
 def test_models_and_precision_equal_the_plain_loop_over_two_ranks():
     zero3 = SHARDED["optim_grads_params"]
     cases = [
@@ -250,6 +251,7 @@ def test_models_and_precision_equal_the_plain_loop_over_two_ranks():
     check(2, cases, steps=5)
 
 
+@pytest.mark.grid
 def test_instances_and_other_parallelism_equal_the_plain_loop_over_four_ranks():
     zero3 = SHARDED["optim_grads_params"]
     cases = [Case(Layout(dp=4, more=WITH_INSTANCES[name]), PER_TOKEN) for name in INSTANCES]

@@ -161,6 +161,7 @@ def test_bits_over_two_ranks():
     assert differing(sum_first, reduce_first), "the orders of addition do not show: this test proves nothing"
 
 
+@pytest.mark.grid
 def test_bits_over_four_ranks():
     one_microbatch = {**some(SUM_FIRST, "no_shard"), **some(REDUCE_FIRST, "optim_grads_params")}
     check(

@@ -173,18 +173,21 @@ def compare(source, resumed, *, continued):
             assert difference < 1e-10, f"{name} after further steps: {difference}"
 
 
+@pytest.mark.grid
 def test_every_layout_continues_under_every_other(tmp_path):
     names = list(LAYOUTS)
     continued = list(zip(names, [*names[3:], *names[:3]], strict=True))  # the full set continues from all
     check(list(itertools.product(names, names)), (*SMALL, "--fp64"), tmp_path, continued=continued)
 
 
+@pytest.mark.grid
 def test_matrices_that_pipeline_stages_share(tmp_path):
     """The first and the last stage hold the tied one, and cut it at different places."""
     pairs = list(itertools.product(["PP2 optim DP2", "ZeRO-3 DP2"], repeat=2))
     check(pairs, ("--num-layers", "2", "--fp64"), tmp_path, continued=pairs)
 
 
+@pytest.mark.grid
 def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path):
     """What is saved has its 65 rows, whatever ranks had behind theirs."""
     pairs = [("TP2 optim DP2", "TP4"), ("TP2 optim DP2", "one rank"), ("TP4", "TP2 optim DP2")]

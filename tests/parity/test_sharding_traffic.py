@@ -252,6 +252,7 @@ def test_steps_move_and_hold_what_is_planned_over_two_ranks():
     assert bf16.engine_bytes == (2 + 16 // 2) * bf16.padded_numel
 
 
+@pytest.mark.grid
 def test_pipelines_move_and_hold_what_is_planned():
     check(
         4,
@@ -267,6 +268,7 @@ def test_pipelines_move_and_hold_what_is_planned():
     )
 
 
+@pytest.mark.grid
 def test_instances_move_and_hold_what_is_planned():
     check(
         4,

@@ -1,6 +1,7 @@
 """One or three sums under way, where the table of lanes says two: at every boundary the engine holds what the plan
 says, to the byte, and comes to the same bits."""
 
+import pytest
 import torch
 
 from megatron.core.pipeline_parallel.plan.held.lanes import LANES
@@ -41,6 +42,7 @@ def steps(ctx, counts):
     return found
 
 
+@pytest.mark.grid
 def test_the_engine_holds_what_the_table_of_lanes_allows():
     counts = (2, 1, 3)
     for by_count in run_ranks(steps, 2, counts, timeout=110):

@@ -21,7 +21,12 @@ def kill(*pids):
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("ranks_per_node", "flags"), [(1, ()), (2, FOUR_RANKS)], ids=["2x1", "2x2"])
+@pytest.mark.parametrize(
+    ("ranks_per_node", "flags"),
+    # What a run was started with (test_scripts.py) is asked of such a one, too.
+    [pytest.param(1, (), marks=pytest.mark.full), (2, FOUR_RANKS)],
+    ids=["2x1", "2x2"],
+)
 def test_two_nodes(slurm, tmp_path, ranks_per_node, flags):
     started(slurm, tmp_path, *flags, ranks_per_node=ranks_per_node).wait()
     assert trained(tmp_path / "ck") == undisturbed(2 * ranks_per_node, *flags)

@@ -55,6 +55,7 @@ def all_killed(slurm, job):
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_killed_without_a_word(slurm, tmp_path):
     """As out of memory: back once for each new checkpoint, and left where there is none."""
     flags = ("--save-interval", "5")

@@ -1,6 +1,7 @@
 """extras/zbpp_light's example under torchrun, whose last rank stays in a forward step (`sleep`) or raises (`raise`).
 
-Each rank prints its number and pid, and the last one `in a step`: the first has sent it an activation by then.
+Each rank prints its number and pid, and the last one `in a step`: the first has sent it an activation by then. A line
+is one write, so that two ranks' lines do not mix where Python buffers nothing.
 """
 
 import os
@@ -16,14 +17,14 @@ from megatron.core import parallel_state
 
 def main(what):
     dist.init_process_group("gloo")
-    print("rank", dist.get_rank(), os.getpid(), flush=True)
+    os.write(1, f"rank {dist.get_rank()} {os.getpid()}\n".encode())
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     plain, calls = tiny_gpt.forward_step, []
 
     def forward_step(data, model):
         calls.append(model)
         if dist.get_rank() == dist.get_world_size() - 1 and len(calls) == 2:
-            print("in a step", flush=True)
+            os.write(1, b"in a step\n")
             if what == "raise":
                 raise ArithmeticError("planted in forward_step")
             time.sleep(600)

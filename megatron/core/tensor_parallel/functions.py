@@ -47,7 +47,7 @@ def apply(
     x: Tensor,
     *inputs: Any,
     parameters: Iterable[Tensor | None] = (),
-    node: type[Node] = Node,
+    node: type[torch.autograd.Function] = Node,
 ) -> Tensor:
     """The output of function.forward(x, *inputs), differentiable; where there are several, a tuple of them.
 

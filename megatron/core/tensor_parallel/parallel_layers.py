@@ -56,9 +56,10 @@ class Route(NamedTuple):
 
 def column_forward(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """(x W^T + b [s, ..., out/tp], what is kept of x for the backward). As `column_linear`."""
+    if not route.tp.sequence_parallel:
+        return linear(x, weight, bias), x
     whole = mappings.gather_sequence(x, route.tp)
-    in_parts = route.tp.sequence_parallel and not route.sink.keeps_gathered
-    return linear(whole, weight, bias), x if in_parts else whole
+    return linear(whole, weight, bias), whole if route.sink.keeps_gathered else x
 
 
 def column_dgrad(
@@ -66,6 +67,8 @@ def column_dgrad(
 ) -> tuple[Tensor, mappings.Pending | None, Tensor | Operand]:
     """dy [s, ..., out/tp] -> (dx, of the shape of x, once what is pending has been waited for; x for the weight
     gradient, which is computed in between). See [Note: B's communication behind W]."""
+    if route.tp.size == 1:
+        return product(dy, weight), None, kept
     operand: Tensor | mappings.SequenceShard = kept
     if route.tp.sequence_parallel and kept.shape[0] < dy.shape[0]:
         operand = mappings.SequenceShard(kept, route.tp)

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from megatron.core.device import product
-from megatron.core.tensor_parallel.functions import Kept, Node, apply
+from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.mappings import gather_sequence
 from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
@@ -36,86 +37,95 @@ from megatron.core.transformer.self_attention import (
     Angles,
     InferenceCache,
     SelfAttention,
-    by_head,
     joined_heads,
+    parted_heads,
 )
 from megatron.core.weight_grad import put_linear
 
 
-class _LayerNode(Node):
-    """From it, a weight's gradient is one file from the sink."""
+class _LayerNode(torch.autograd.Function):
+    """Around a part, which sees the residual stream and its gradient as tokens [s/tp b, h]; heads as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, anchor: Tensor | None, x: Tensor, *inputs: Any) -> Any:
+        ctx.part, ctx.batch = part, x.shape[1]
+        outputs, kept = part.forward(x.flatten(0, 1), x.shape[1], *inputs)
+        ctx.save_for_backward(*kept)
+        return outputs.view(x.shape) if isinstance(outputs, Tensor) else outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.function.backward(ctx.saved_tensors, *grads)
+        if len(grads) == 1:
+            grads = (grads[0].flatten(0, 1),)
+        # From a weight's gradient, this is one file from the sink.
+        dx, *others = ctx.part.backward(ctx.saved_tensors, ctx.batch, *grads)
+        return None, None, dx.view(-1, ctx.batch, dx.shape[1]), *others
 
 
 class IntoAttention:
-    """norm, QKV, heads: x [s/tp, b, h] -> query [b, heads, s, d], key and value [b, groups, s, d]."""
+    """norm, QKV, heads: x [s/tp b, h] -> query [b, heads, s, d], key and value [b, groups, s, d]."""
 
     def __init__(self, norm: Norm, attention: SelfAttention) -> None:
         self.norm, self.attention, self.qkv = norm, attention, attention.linear_qkv
         self.modules = (norm, self.qkv)
 
-    def forward(self, x: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Kept]:
+    def forward(self, x: Tensor, batch: int) -> tuple[tuple[Tensor, Tensor, Tensor], Kept]:
         weight, bias = _parameters(self.qkv)
-        y, of_norm = self.norm.normalise(x.flatten(0, 1), *_parameters(self.norm))  # [s/tp b, h]
+        y, of_norm = self.norm.normalise(x, *_parameters(self.norm))  # [s/tp b, h]
         rows, of_y = column_forward(y, weight, bias, self.qkv.route)  # [s b, (heads + 2 groups) d]
-        return self.attention.heads_of(rows, x.shape[1]), (*of_norm, of_y, weight, bias)
+        return self.attention.heads_of(rows, batch), (*of_norm, of_y, weight, bias)
 
-    def backward(self, kept: Kept, *grads: Tensor) -> tuple[Tensor]:
+    def backward(self, kept: Kept, batch: int, *grads: Tensor) -> tuple[Tensor]:
         *of_norm, of_y, weight, bias = kept
         d = self.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
         dy, pending, y = column_dgrad(d, of_y, weight, self.qkv.route)  # [s/tp b, h]
         put_linear(self.qkv.route, y, d, weight, bias)
         if pending is not None:
             pending.wait()
-        return (self.norm.backward(of_norm, dy).unflatten(0, (-1, len(grads[0]))),)  # [s/tp, b, h]
+        return (self.norm.backward(of_norm, dy),)
 
 
 class OutOfAttention:
-    """Projection, dropout, residual: attended [b, heads, s, d] and x [s/tp, b, h] -> [s/tp, b, h]."""
+    """Projection, dropout, residual: x [s/tp b, h] and attended [b, heads, s, d] -> [s/tp b, h]."""
 
     def __init__(self, attention: SelfAttention, site: DropoutSite, dropout: float) -> None:
         self.proj, self.head_dim = attention.linear_proj, attention.head_dim
         self.site, self.dropout, self.modules = site, dropout, (self.proj,)
 
-    def forward(self, attended: Tensor, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor, batch: int, attended: Tensor, dropout: float) -> tuple[Tensor, Kept]:
         weight, bias = _parameters(self.proj)
-        flat = joined_heads(attended).flatten(0, 1)  # [s b, heads d]
-        out = row_forward(flat, weight, bias, self.proj.route).view(x.shape)  # [s/tp, b, h]
-        out, keep = drop(out, dropout, self.site)
+        flat = joined_heads(attended)  # [s b, heads d]
+        out, keep = drop(row_forward(flat, weight, bias, self.proj.route), dropout, self.site)  # [s/tp b, h]
         return x + out, (flat, keep, weight, bias)
 
-    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(self, kept: Kept, batch: int, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         flat, keep, weight, bias = kept
-        d = drop_others(in_dtype(dy, weight.dtype), keep, self.dropout).flatten(0, 1)  # [s/tp b, h]
+        d = drop_others(in_dtype(dy, weight.dtype), keep, self.dropout)  # [s/tp b, h]
         d = gather_sequence(d, self.proj.route.tp)  # [s b, h]
         dflat = product(d, weight)  # [s b, heads d]
         put_linear(self.proj.route, flat, d, weight, bias)
-        d = dflat.view(-1, dy.shape[1], flat.shape[1] // self.head_dim, self.head_dim)
-        return by_head(d), dy, None  # [b, heads, s, d]
+        return dy, parted_heads(dflat, batch, self.head_dim), None  # [b, heads, s, d]
 
 
 class MlpHalf:
-    """norm, MLP, dropout, residual: x [s/tp, b, h] -> [s/tp, b, h]."""
+    """norm, MLP, dropout, residual: x [s/tp b, h] -> [s/tp b, h]."""
 
     def __init__(self, norm: Norm, mlp: MLP, site: DropoutSite, dropout: float) -> None:
         self.norm, self.fc1, self.fc2 = norm, mlp.linear_fc1, mlp.linear_fc2
         self.activation, self.site, self.dropout = mlp.activation, site, dropout
         self.modules = (norm, self.fc1, self.fc2)
 
-    def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor, batch: int, dropout: float) -> tuple[Tensor, Kept]:
         linears = (weight1, bias1), (weight2, bias2) = _parameters(self.fc1), _parameters(self.fc2)
-        y, of_norm = self.norm.normalise(x.flatten(0, 1), *_parameters(self.norm))  # [s/tp b, h]
+        y, of_norm = self.norm.normalise(x, *_parameters(self.norm))  # [s/tp b, h]
         wide, of_y = column_forward(y, weight1, bias1, self.fc1.route)  # [s b, f/tp], gated 2 f/tp
         out = row_forward(self.activation.forward(wide), weight2, bias2, self.fc2.route)  # [s/tp b, h]
-        out, keep = drop(out.view(x.shape), dropout, self.site)  # [s/tp, b, h]
+        out, keep = drop(out, dropout, self.site)
         return x + out, (*of_norm, of_y, wide, keep, *linears[0], *linears[1])
 
-    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(self, kept: Kept, batch: int, dy: Tensor) -> tuple[Tensor, None]:
         *of_norm, of_y, wide, keep, weight1, bias1, weight2, bias2 = kept
-        d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout).flatten(0, 1)  # [s/tp b, h]
+        d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout)  # [s/tp b, h]
         d = gather_sequence(d, self.fc2.route.tp)  # [s b, h]
         dwide = product(d, weight2)  # [s b, f/tp]
         put_linear(self.fc2.route, self.activation.forward(wide), d, weight2, bias2)
@@ -126,7 +136,7 @@ class MlpHalf:
         if pending is not None:
             pending.wait()
         d = self.norm.backward(of_norm, dnorm)
-        return d.view(dy.shape).add_(in_dtype(dy, d.dtype)), None
+        return d.add_(in_dtype(dy, d.dtype)), None
 
 
 class LayerHalves:
@@ -151,23 +161,26 @@ class LayerHalves:
             return _applied(self, x, dropout)
         query, key, value = _applied(self.into, x)
         attended = self.attention.attend(query, key, value, mask, angles, cache)  # [b, heads, s, d]
-        x = _applied(self.out_of, attended, x, dropout)
+        x = _applied(self.out_of, x, attended, dropout)
         return x if self.mlp is None else _applied(self.mlp, x, dropout)
 
-    def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Kept]:
-        heads, of_into = self.into.forward(x)
+    def forward(self, x: Tensor, batch: int, dropout: float) -> tuple[Tensor, Kept]:
+        heads, of_into = self.into.forward(x, batch)
         attended, of_core = self.core.kernel_forward(*heads)
-        x, of_out = self.out_of.forward(attended, x, dropout)
-        x, of_mlp = (x, ()) if self.mlp is None else self.mlp.forward(x, dropout)
+        x, of_out = self.out_of.forward(x, batch, attended, dropout)
+        x, of_mlp = (x, ()) if self.mlp is None else self.mlp.forward(x, batch, dropout)
         return x, (*of_into, *of_core, *of_out, *of_mlp)
 
-    def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(self, kept: Kept, batch: int, dy: Tensor) -> tuple[Tensor, None]:
         of_into, of_core, of_out, of_mlp = kept[:8], kept[8:13], kept[13:17], kept[17:]
         if self.mlp is not None:
-            dy, _ = self.mlp.backward(of_mlp, dy)
-        dattended, dy, _ = self.out_of.backward(of_out, dy)
-        (dx,) = self.into.backward(of_into, *self.core.kernel_backward(of_core, dattended))
+            dy, _ = self.mlp.backward(of_mlp, batch, dy)
+        dy, dattended, _ = self.out_of.backward(of_out, batch, dy)
+        (dx,) = self.into.backward(of_into, batch, *self.core.kernel_backward(of_core, dattended))
         return dx.add_(dy), None
+
+
+Part = IntoAttention | OutOfAttention | MlpHalf | LayerHalves
 
 
 class AsBuilt:
@@ -175,14 +188,14 @@ class AsBuilt:
     children that may do as they like."""
 
     def __init__(self, module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
-        free = {id(one) for child in besides for one in child.modules()}
+        free = {id(part) for child in besides for part in child.modules()}
         children = [
             (owner, name, child)
             for owner in module.modules()
             for name, child in owner.named_children()
             if id(child) not in free
         ]
-        self._places = [(owner, name) for owner, name, _ in children]
+        self._places = [(owner._modules, name) for owner, name, _ in children]
         self._parts = parts = [part for _, _, part in children]
         self._kinds = [type(part) for part in parts]
         self._hooks = [
@@ -196,9 +209,13 @@ class AsBuilt:
         return not (
             any(self._hooks)
             or _has_any_global_hook()
-            or [owner._modules[name] for owner, name in self._places] != self._parts
-            or [part.__class__ for part in self._parts] != self._kinds
-            or any(part._compiled_call_impl or "forward" in part.__dict__ for part in self._parts)
+            or [modules[name] for modules, name in self._places] != self._parts
+            or list(map(type, self._parts)) != self._kinds
+            or [
+                part
+                for part in self._parts
+                if "forward" in part.__dict__ or "_compiled_call_impl" in part.__dict__
+            ]
         )
 
 
@@ -213,6 +230,6 @@ def _parameters(module: _WithParameters) -> tuple[Tensor, Tensor | None]:
     return weight, held.get("bias")
 
 
-def _applied(part: IntoAttention | OutOfAttention | MlpHalf | LayerHalves, *inputs: Any) -> Tensor:
+def _applied(part: Part, *inputs: Any) -> Tensor:
     parameters = (one for module in part.modules for one in module.parameters())
     return apply(part, *inputs, parameters=parameters, node=_LayerNode)

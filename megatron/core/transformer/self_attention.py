@@ -106,7 +106,8 @@ class CoreAttention(nn.Module):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return joined_heads(self.attend(by_head(query), by_head(key), by_head(value), mask))
+        attended = self.attend(by_head(query), by_head(key), by_head(value), mask)
+        return by_position(attended).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """The same by heads: q [b, heads, s, d], k and v [b, groups, s_all, d] -> [b, heads, s, d]."""
@@ -156,8 +157,14 @@ def by_position(t: Tensor) -> Tensor:
 
 
 def joined_heads(t: Tensor) -> Tensor:
-    """[b, heads, s, d] -> [s, b, heads * d]."""
-    return by_position(t).flatten(2)
+    """[b, heads, s, d] -> [s b, heads * d]."""
+    b, heads, s, d = t.shape
+    return t.permute(2, 0, 1, 3).reshape(s * b, heads * d)
+
+
+def parted_heads(rows: Tensor, batch: int, head_dim: int) -> Tensor:
+    """[s b, heads * d] -> [b, heads, s, d], a view."""
+    return rows.view(-1, batch, rows.shape[1] // head_dim, head_dim).permute(1, 2, 0, 3)
 
 
 def qkv_bands(heads: int, groups: int, head_dim: int, tp: TensorParallel) -> tuple[Band, ...]:
@@ -265,7 +272,7 @@ class SelfAttention(nn.Module):
 
     def rows_of(self, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> Tensor:
         """The backward of `heads_of`."""
-        heads = [by_position(d) for d in (dquery, dkey, dvalue)]  # [s, b, heads or groups, d]
+        heads = [d.permute(2, 0, 1, 3) for d in (dquery, dkey, dvalue)]  # [s, b, heads or groups, d]
         if self.heads_per_group == 1:
             together = torch.stack(heads, dim=3)
         else:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.models.gpt.stage_layers import layer_map_lines
 from megatron.core.parallelism_config import describe_schedule
 from megatron.core.pipeline_parallel.plan.build import plan_for
+from megatron.core.pipeline_parallel.plan.facts import bubble_rate
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
@@ -34,9 +35,10 @@ COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 _OF_THE_STEP = ("learning_rate", "decoupled_learning_rate", "loss_scale", "grad_norm", "num_zeros")
 
 
-def report_model(session: Session, engine: Engine, num_microbatches: int) -> int:
-    """The number of parameters. num_microbatches: of the first step. Communicates over the world. Raises TrainingExit
-    where ranks have come to different plans, ConfigurationError where there is none for these units."""
+def report_model(session: Session, engine: Engine, num_microbatches: int) -> dict[str, Any]:
+    """What the run's record says of it: parameters, plan, image. num_microbatches: of the first step. Communicates over
+    the world. Raises TrainingExit where ranks have come to different plans, ConfigurationError where there is none for
+    these units."""
     metas, facts = engine.param_meta.values(), _plan_facts(session, engine, num_microbatches)
     spec = session.planner.spec
     session.open_log()
@@ -56,7 +58,8 @@ def report_model(session: Session, engine: Engine, num_microbatches: int) -> int
             "output layer (ParamMeta.embedding_or_output)"
         )
     log_memory(session, engine, "before the first step")
-    return total
+    plan = {**facts, "estimated_bubble": bubble_rate(spec, num_microbatches)}
+    return {"parameters": total, "plan": plan, "image": session.device.image()}
 
 
 def _report_parameters(session: Session, engine: Engine) -> int:
@@ -132,8 +135,9 @@ class Reporter:
     """Collects an interval's numbers and prints them at its end. Every rank has one; the last rank speaks."""
 
     def __init__(
-        self, session: Session, engine: Engine, state: TrainState, clock: RunClock, parameters: int
+        self, session: Session, engine: Engine, state: TrainState, clock: RunClock, about: Mapping[str, Any]
     ) -> None:
+        """about: of the run, for its record."""
         self._session, self._engine, self._state, self._clock = session, engine, state, clock
         self._log = session.config.logging
         self._totals = metrics.IntervalTotals()  # since the last line
@@ -150,7 +154,7 @@ class Reporter:
         self.start_interval()
         assert session.folder.path is not None, "a run without a folder"
         speaks, begins, total = session.ps.is_last_rank, state.iteration, session.config.total_iterations
-        more = {"resumed_iteration": begins, "parameters": parameters}
+        more: dict[str, Any] = {"resumed_iteration": begins, "about": about}
         self.writers = open_writers(session.config, session.folder.path, enabled=speaks, **more)
         total = total if self._log.progress != "off" else 0
         has = {"throughput_tflops": self._log.log_throughput, "eta": total, "bubbles": session.ps.pp_size > 1}

@@ -197,10 +197,15 @@ def metrics_path(config: Config, folder: Path) -> Path:
 
 
 def open_writers(
-    config: Config, folder: Path, *, enabled: bool, resumed_iteration: int, parameters: int | None = None
+    config: Config,
+    folder: Path,
+    *,
+    enabled: bool,
+    resumed_iteration: int,
+    about: Mapping[str, Any] | None = None,
 ) -> Writers:
     """The writers of a run. folder: the run's. enabled: on the last rank. resumed_iteration: 0 for a run from scratch.
-    parameters: of the whole model, for the record.
+    about: the run, for the record.
 
     Raises OutputPathError, a ValueError, where metrics.jsonl cannot be written.
     """
@@ -223,8 +228,7 @@ def open_writers(
         ) from error
     print(f" > {file.note}", flush=True)
     writers = Writers(file, trackers, untracked_tags(log))
-    counted = {} if parameters is None else {"parameters": parameters}
-    writers.event("start", resumed_iteration, world_size=config.world_size, **counted, config=values)
+    writers.event("start", resumed_iteration, world_size=config.world_size, **(about or {}), config=values)
     if log.log_world_size_to_tensorboard:
         writers.record({"world-size": config.world_size}, step=resumed_iteration)
     return writers

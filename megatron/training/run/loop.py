@@ -105,7 +105,7 @@ class TrainingLoop:
         """What the log says of a run first; then its checkpoint, data, and who reports."""
         parts, session, config, state = self._parts, self._session, self._config, self.state
         num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
-        parameters = report_model(session, parts.engine, num_microbatches)
+        about = report_model(session, parts.engine, num_microbatches)
         self._measuring = Measuring(parts)
         self._measuring.report_residency(num_microbatches)
         self.checkpoints.load()
@@ -116,7 +116,7 @@ class TrainingLoop:
             parts.data = build_data_iterators(session, datasets_provider, state, reads=reads)
         if not config.evaluation.skip_train:
             self.checkpoints.compare_data()
-        parts.reporter = Reporter(session, parts.engine, state, parts.clock, parameters)
+        parts.reporter = Reporter(session, parts.engine, state, parts.clock, about)
         self._profiler = RunProfiler(parts, state.iteration + 1)
         self._measuring.begin(state.iteration + 1)
         handle = parts.reporter.writers.handle

@@ -480,6 +480,7 @@ def test_sharded_parameters_answer_as_whole_ones():
     share_ranks(2, {check.__name__: check for check in CHECKS}, timeout=120.0)
 
 
+@pytest.mark.grid
 def test_on_four_ranks_and_in_instances():
     checks = (trained_as_under_fsdp2, trained_as_under_fsdp2_in_instances)
     share_ranks(4, {check.__name__: check for check in checks}, timeout=120.0)

@@ -5,6 +5,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from megatron.training.guard.lease_holder import process_start
 from tests.harness import launch
 
@@ -45,6 +47,7 @@ def test_a_held_lease_ends_the_second_run_with_3_and_nothing_in_the_folder_chang
     assert not (tmp_path / "ck" / "lease.json").exists(), "a run that ends gives the folder free"
 
 
+@pytest.mark.grid
 def test_a_run_that_was_stopped_for_a_minute_finds_its_lease_taken_and_commits_nothing(tmp_path):
     with launch.forked([*ENDLESS, "--slow-s", "0.02"], script=FAULTY, cwd=tmp_path) as first:
         first.wait_for("iteration        2/")
@@ -80,6 +83,7 @@ def test_a_rank_ends_with_6_when_the_host_of_the_store_is_gone_whatever_it_waits
     assert launch.exit_record(tmp_path / "ck")["status"] == 6
 
 
+@pytest.mark.grid
 def test_kill_9_of_torchrun_ends_its_ranks_and_the_same_command_goes_on(tmp_path):
     flags = [*ENDLESS, *"--sleep-iteration 3 --fault-rank 0 --fault-microbatch 0".split()]
     with launch.started(flags, ranks=2, script=FAULTY, cwd=tmp_path) as process:

@@ -296,6 +296,7 @@ def test_fully_shard_works_in_place_and_nests(tmp_path):
     share_ranks(2, checks)
 
 
+@pytest.mark.grid
 def test_torchs_idiom_on_four_ranks():
     run_ranks(torchs_idiom_trains_as_one_process, 4)
 
@@ -363,6 +364,7 @@ def flat(state: dict, prefix: str = "") -> dict[str, object]:
     return {name: value for pair in pairs for name, value in pair.items()}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.full), torch.bfloat16])
 def test_two_to_one_to_two_ranks_is_bit_equal(tmp_path, dtype):
     make = functools.partial(_net_of, dtype)

@@ -1,9 +1,12 @@
-"""The suite's parts have every test file once."""
+"""The suite's parts have every test file once, and as much of the grid as the budget has room for."""
 
 import collections
 import subprocess
 import sys
 
+import pytest
+
+from tests.harness import grid
 from tools import run_tests
 
 
@@ -44,3 +47,81 @@ def test_a_failure_fails_and_all_parts_are_counted(tmp_path):
     assert counts == {"passed": 2, "failed": 1, "deselected": 1}
     assert run(tmp_path, "good,none", "-k", "not two")[::2] == (0, {"passed": 1, "deselected": 2})
     assert run(tmp_path, "good,ends")[0] == 1
+
+
+SECONDS = {f"tests/test_a.py::test_it[{number}]": 1.0 + number % 7 for number in range(200)}
+COMMITS = [f"{number:040x}" for number in range(100)]  # the newest first
+
+
+def test_what_is_left_of_the_budget_is_filled_by_the_commit():
+    chosen = grid.choose(SECONDS, 100.0, COMMITS)
+    taken = sum(map(SECONDS.__getitem__, chosen))
+    assert 99.0 <= taken <= 100.0, "a test of a second is there for any gap"
+    assert chosen == grid.choose(dict(reversed(SECONDS.items())), 100.0, COMMITS)
+    assert chosen != grid.choose(SECONDS, 100.0, COMMITS[1:])
+    assert grid.choose(SECONDS, 1000.0, COMMITS) == sorted(SECONDS)
+    assert grid.choose(SECONDS, 100.0, []), "outside a repository"
+
+
+@pytest.mark.parametrize("room", [95.0, 160.0, 790.0])
+def test_twenty_commits_in_a_row_see_all(room):
+    """An eighth or a fifth of 800 seconds a commit, from any commit on."""
+    assert grid.rounds(SECONDS, room) <= 10
+    for begin in range(0, 60, 7):
+        runs = [grid.choose(SECONDS, room, COMMITS[at:]) for at in range(begin, begin + grid.COMMITS)]
+        assert set(SECONDS) == set().union(*runs)
+
+
+GRID = """
+import pytest
+@pytest.mark.grid
+@pytest.mark.parametrize("n", range(3))
+def test_many(n): pass
+@pytest.mark.grid
+@pytest.mark.full
+def test_full(): pass
+def test_always(): pass
+"""
+
+
+def test_marked_tests_that_are_not_chosen_are_left_out_and_seconds_are_recorded(tmp_path):
+    (tmp_path / "test_grid.py").write_text(GRID)
+    names = [f"test_grid.py::test_many[{n}]" for n in range(3)]
+    for chosen, passed in ((names[1:2], 2), (None, 4)):
+        with (tmp_path / "seconds.csv").open("w+") as taken:
+            plugin = grid.Grid(chosen, dict.fromkeys(names, 1.0), taken)
+            words = [str(tmp_path), f"--rootdir={tmp_path}", "-m", "not full", "-p", "no:cacheprovider"]
+            counted = Counted()
+            assert pytest.main([*words, "-q", "-c", "/dev/null"], plugins=[plugin, counted]) == 0
+            assert counted.passed == passed
+            taken.seek(0)
+            rows = [row.split(",") for row in taken.read().splitlines()]
+        assert [name for name, _ in rows] == (chosen or names)
+        assert all(0 <= float(took) < 5 for _, took in rows)
+
+
+class Counted:
+    """How many tests have passed."""
+
+    passed = 0
+
+    def pytest_runtest_logreport(self, report):
+        self.passed += report.when == "call" and report.passed
+
+
+def test_marks_and_the_file_are_the_same():
+    seconds = {"a.py::test_one": 1.0, "b.py::test_two": 1.0}
+    grid.check_listed(["a.py::test_one"], ["a.py::test_one", "a.py::test_other"], seconds)
+    with pytest.raises(
+        pytest.UsageError, match=r"grid_seconds.csv and the marks `grid` differ in a.py::test_new"
+    ):
+        grid.check_listed(["a.py::test_one", "a.py::test_new"], ["a.py::test_one", "a.py::test_new"], seconds)
+    with pytest.raises(pytest.UsageError, match=r"differ in a.py::test_one: python tools"):
+        grid.check_listed([], ["a.py::test_other"], seconds)
+
+
+def test_the_committed_seconds_leave_room():
+    """Of the budget, so that twenty commits see all."""
+    seconds = grid.read_seconds()
+    room = run_tests.BUDGET_S - seconds.pop(grid.OTHERS)
+    assert 2 * grid.rounds(seconds, room) - 1 <= grid.COMMITS

@@ -46,6 +46,7 @@ def built(ctx, ranks, words, provider=build_gpt_model):
     return config, engine, config.planner().spec.local_stages(ps.pp_rank)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("ranks", "words"), CASES)
 def test_the_engine_builds_what_the_flags_describe(ranks, words):
     def body(ctx):

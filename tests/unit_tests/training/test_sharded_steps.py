@@ -104,6 +104,7 @@ def whole():
     return {True: run_ranks(trained, 2, "")[0], False: untied}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("row", list(ROWS)[1:])
 def test_every_row_trains_and_evaluates_alike(row, tied, whole):
@@ -153,6 +154,7 @@ def poisoned(ctx, words, policy):
     return None
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("policy", "status"), [("abort", 5), ("rerun-once", 16)])
 @pytest.mark.parametrize("row", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_a_gradient_that_is_not_finite_is_found_on_its_rank(row, policy, status):

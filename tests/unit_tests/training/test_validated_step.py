@@ -382,6 +382,7 @@ def test_steps_are_trusted_after_clean_ones():
     assert out["clip off"][2]["taken_back"] == [7]
 
 
+@pytest.mark.grid
 def test_steps_that_are_clipped_because_of_all_ranks_only():
     """Norms about the limit: each rank by itself is below it, the first ones step."""
     out = check(2, pick("two", "clip some"), afters=(0,))["clip some"]
@@ -390,12 +391,14 @@ def test_steps_that_are_clipped_because_of_all_ranks_only():
     assert 2 <= len(out[0]["taken_back"]) <= len(clipped) < 8
 
 
+@pytest.mark.grid
 def test_data_parallel_ranks_overlapped():
     out = check(4, pick("data parallel", "fsdp optim", "overlapped"), afters=(0,))
     for name in ("fsdp optim", "overlapped"):
         assert out[name][0]["taken_back"] == ROLLED_BACK[0]
 
 
+@pytest.mark.grid
 def test_tensor_parallel_ranks():
     out = check(4, pick("tensor parallel", "sp"), afters=(0,))
     assert out["sp"][0]["taken_back"] == ROLLED_BACK[0]

@@ -25,15 +25,17 @@ from megatron.core.transport.peer_loss import PeerLostError
 Placed = tuple[int, RawOp]  # an operation and its place in the row
 
 
-@dataclass
-class _Gather:
-    """An UNSHARD of which not all units were waited for. left: how many. waited_s: for the others."""
+@dataclass(eq=False)
+class _Operation:
+    """Of the row, made once. units: of each its number in the stage, its name, and what does the operation. The rest is
+    of an UNSHARD that has begun: left: so many units were not waited for; waited_s: for the others."""
 
     place: int
     op: RawOp
-    start_s: float
-    end_s: float
-    left: int
+    units: Sequence[tuple[int, str, Callable[[], None]]]
+    start_s: float = 0.0
+    end_s: float = 0.0
+    left: int = 0
     waited_s: float = 0.0
 
 
@@ -59,8 +61,7 @@ class DataParallelLane:
             ir.REDUCE: grad_sync.reductions.start,
             ir.HSDP_ALL_REDUCE: grad_sync.reductions.start_outer,
         }
-        # By place in the row, unit by unit: its number in the stage, its name, and what does the operation.
-        self._doing: dict[int, list[tuple[int, str, Callable[[], None]]]] = {}
+        self._operations: dict[int, _Operation] = {}  # by place in the row
         for place, op in enumerate(row):
             if IS_BESIDE[op[0]]:
                 kind, stage = op[:2]
@@ -68,12 +69,13 @@ class DataParallelLane:
                 if op[5] > len(names):
                     raise PlanError(f"{op_text(op)}: stage {stage} has {len(names)} units")
                 every = range(op[4], op[5]) if op[4] >= 0 else range(len(names))
-                self._doing[place] = [(one, names[one], partial(calls[kind], numbers[one])) for one in every]
+                doing = [(one, names[one], partial(calls[kind], numbers[one])) for one in every]
+                self._operations[place] = _Operation(place, op, doing)
         # What the row gathers; all else is always whole.
-        gathers = (place for place in self._doing if row[place][0] == ir.UNSHARD)
-        self._come_and_go = {name for place in gathers for _, name, _ in self._doing[place]}
+        gathers = (one for one in self._operations.values() if one.op[0] == ir.UNSHARD)
+        self._come_and_go = {name for one in gathers for _, name, _ in one.units}
         self._gathered: set[str] = set()
-        self._gathers: dict[str, _Gather] = {}  # that nobody has waited for yet
+        self._gathers: dict[str, _Operation] = {}  # that nobody has waited for yet
         self._recorder: Recorder | None = None
         self._region: Region | None = None
         self._recorded: set[int] = set()
@@ -96,16 +98,17 @@ class DataParallelLane:
 
     def perform(self, placed: Placed) -> None:
         """Do one operation."""
+        operation = self._operations[placed[0]]
         if self._region is None:
-            self._perform(*placed)
+            self._perform(operation)
             return
         with self._region(op_text(placed[1])):
-            self._perform(*placed)
+            self._perform(operation)
 
-    def _perform(self, place: int, op: RawOp) -> None:
-        kind, doing = op[0], self._doing[place]
-        start = self._now()
-        for unit, name, call in doing:
+    def _perform(self, operation: _Operation) -> None:
+        op, kind = operation.op, operation.op[0]
+        operation.start_s = start = self._now()
+        for unit, name, call in operation.units:
             if kind == ir.RESHARD:
                 if name in self._gathers:
                     self.wait(op[1], unit)
@@ -115,15 +118,15 @@ class DataParallelLane:
             except Exception as error:
                 _locate(error, f"{op_text(op)}, unit {name!r}")
                 raise
-        end = self._now()
+        operation.end_s = end = self._now()
         self.spent_s += end - start
-        gather = _Gather(place, op, start, end, len(doing))
+        operation.left, operation.waited_s = len(operation.units), 0.0
         if kind == ir.UNSHARD:
-            for _, name, _ in doing:
+            for _, name, _ in operation.units:
                 self._gathered.add(name)
-                self._gathers[name] = gather
+                self._gathers[name] = operation
         else:
-            self._record(gather)
+            self._record(operation)
 
     def wait(self, stage: int, unit: int) -> None:
         """Return once the unit's weights are whole."""
@@ -150,7 +153,7 @@ class DataParallelLane:
         name = self._names[stage][unit]
         if read and name in self._come_and_go and name not in self._gathered:
             return "weights are freed"
-        summed = any(name == one for place in reductions for _, one, _ in self._doing[place])
+        summed = any(name == one for place in reductions for _, one, _ in self._operations[place].units)
         return "gradients are summed" if summed else None
 
     def names(self, stage: int, units: Iterable[int]) -> str:
@@ -160,7 +163,7 @@ class DataParallelLane:
     def _now(self) -> float:
         return 0.0 if self._recorder is None else self._recorder.now()
 
-    def _record(self, done: _Gather) -> None:
+    def _record(self, done: _Operation) -> None:
         if self._recorder is not None and done.place not in self._recorded:
             self._recorded.add(done.place)
             self._recorder.record(done.place, done.start_s, done.end_s, done.waited_s)

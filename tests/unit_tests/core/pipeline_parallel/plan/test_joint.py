@@ -37,6 +37,7 @@ def candidates(ranks, limit, draw, strategies=(OPTIM, SHARDED)):
 LONG = (1, 6, 8, 9, 11)  # of the seeds, those whose ranks and limit another one has too
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed in LONG)) for seed in range(12)]
 )

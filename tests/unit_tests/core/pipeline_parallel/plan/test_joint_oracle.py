@@ -93,6 +93,7 @@ def print_gaps(total, count, first, end):
     print({seed: round(gap, 4) for seed, gap in gaps.items() if gap > 1 + 1e-9})
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(8))
 def test_two_microbatches_of_two_units(seed):
     held_to(2, 2, seed)
@@ -182,6 +183,7 @@ def keeps_its_promises(seed):
     )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(9))
 def test_never_over_the_limit_nor_slower_than_what_is_simple(seed):
     keeps_its_promises(seed)

@@ -1,0 +1,37 @@
+"""Every case of tests/functional_tests/cases, as `tools/functional_tests.py run` has it; a few in every suite."""
+
+import pytest
+
+from tools import functional_tests
+from tools.cases.case import CASES
+
+ALWAYS = ("toy", "resume", "schedule_zbv_validated", "sharding_optim_grads_params")
+NAMES = sorted(path.stem for path in CASES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.grid) for name in NAMES]
+)
+def test_it_has_its_golden_values(name, capfd):
+    assert functional_tests.main(["run", name]) == 0, capfd.readouterr()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["schedule_zbv_validated", "resume"])
+def test_torchrun_has_the_values_of_forked_ranks(name, tmp_path, capfd):
+    golden = ["--golden", str(tmp_path / "golden.json")]
+    assert functional_tests.main(["record", name, *golden, "--dirty"]) == 0, capfd.readouterr()
+    assert functional_tests.main(["run", name, *golden, "--launcher", "torchrun"]) == 0, capfd.readouterr()
+    assert "ok   lm loss: every bit" in capfd.readouterr().out
+
+
+def test_a_case_of_five_lines(tmp_path, capfd):
+    """Written, recorded, and found again."""
+    case = tmp_path / "mine.yaml"
+    case.write_text(
+        f"EXTENDS: {CASES}/toy.yaml\nMODEL_ARGS:\n  --pipeline-model-parallel-size: 2\n"
+        "  --train-iters: 2\n  --log-params-norm: false\n"
+    )
+    assert functional_tests.main(["record", str(case), "--dirty"]) == 0, capfd.readouterr()
+    assert functional_tests.main(["run", str(case)]) == 0
+    assert "ok   lm loss: every bit of 2 values" in capfd.readouterr().out

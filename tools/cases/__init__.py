@@ -1,0 +1,1 @@
+"""Functional cases: runs of the trainer whose figures are compared with golden values."""
