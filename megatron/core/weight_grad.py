@@ -40,14 +40,12 @@ def accumulate_wgrad(
     overwrite: main_grad = instead, whatever it holds, which may be anything. An expert without rows adds nothing.
     """
     if ends is not None:
-        first = 0
-        for grad, end in zip(main_grad.unbind(), ends, strict=True):
+        for grad, first, end in zip(main_grad.unbind(), (0, *ends), ends, strict=False):
             if first < end:
                 of_expert = None if x is None else x[first:end]
                 accumulate_wgrad(grad, of_expert, dy[first:end], overwrite=overwrite, scale=scale)
             elif overwrite:
                 grad.zero_()
-            first = end
         return
     if x is None:
         if dy.dim() == main_grad.dim():
