@@ -77,14 +77,14 @@ def backward_split(model: GPTModel) -> None:
     sink = model.context.grads
     with sink.backward(0, split=True):
         backward_microbatch(model, tiny_batch())
-    matrices = [key for key, x, _ in sink._filed[0] if x is not None]
+    matrices = [key for key, x, *_ in sink._filed[0] if x is not None]
     assert (
         len(matrices)
         == len(set(matrices))
         == sum(len(meta.grad_keys) for meta in model.param_meta.values() if len(meta.global_shape) > 1)
     ), matrices
     assert not any(sink.main_grads[key].any() for key in matrices), "computed in B already"
-    shards = [x for _, x, _ in sink._filed[0] if isinstance(x, SequenceShard)]
+    shards = [x for _, x, *_ in sink._filed[0] if isinstance(x, SequenceShard)]
     assert bool(shards) is model.tp.sequence_parallel
     assert all(shard._gather is None for shard in shards), "gathered in B already"
     sink.flush(0)
