@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 
 from megatron.core.optional import MissingPackageError
 from tools.cases.case import ROOT, Case, CaseError, RunFailedError, find, read_case
-from tools.cases.golden import Figures, digest, read_golden, read_logs, write_golden
-from tools.cases.judge import Verdict, judged, verdicts
+from tools.cases.golden import RunFigures, digest, read_golden, read_logs, write_golden
+from tools.cases.judge import Judgement, judged, verdicts
 from tools.cases.launchers import NAMES
 from tools.cases.running import Runner
 from tools.flags import add_flags, script_parser
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _one(case: Case, args: argparse.Namespace, out: Path) -> int:
     """Run or compare a case and say what came of it; its exit status."""
     golden = args.golden or case.golden
-    made: list[Verdict] = []
+    made: list[Judgement] = []
     if args.command == "compare":
-        found = Figures(*read_logs(args.logs))
+        found = RunFigures(*read_logs(args.logs))
     else:
         folder = out / case.name
         if folder.exists():
@@ -107,7 +107,7 @@ def _one(case: Case, args: argparse.Namespace, out: Path) -> int:
     return int(not passed)
 
 
-def _beside(case: Case, path: Path, found: Figures, judge_time: bool, *, needed: bool) -> list[Verdict]:
+def _beside(case: Case, path: Path, found: RunFigures, judge_time: bool, *, needed: bool) -> list[Judgement]:
     """What golden values say of figures. needed: False where the case has compared something without."""
     if not needed and not path.exists():
         return []

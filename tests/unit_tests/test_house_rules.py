@@ -119,6 +119,7 @@ OPENERS = {
     "megatron/training/guard/startup_check.py": "the sources of this very program",
     "megatron/core/dist_checkpointing/files.py": "new files of this save, hashed on the way",
     "megatron/core/dist_checkpointing/commit.py": "the manifest that this save has written",
+    "tools/cases/running.py": "a checkpoint of this repository, copied for a case",
 }
 
 

@@ -1,7 +1,7 @@
 """extras/zbpp_light's example under torchrun, whose last rank stays in a forward step (`sleep`) or raises (`raise`).
 
-Each rank prints its number and pid, and the last one `in a step`: the first has sent it an activation by then. A line is
-one write, so that two ranks' lines do not mix where Python buffers nothing.
+Each rank prints its number and pid, and the last one `in a step`: the first has sent it an activation by then. A line
+is one write, so that two ranks' lines do not mix where Python buffers nothing.
 """
 
 import os

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megatron.core import safe_files
 from megatron.training.config.flag_table import closest_flags, flag_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,7 @@ SCRIPTS = ("BEFORE_SCRIPT", "AFTER_SCRIPT")
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MANY = 64  # runs of a case
+MOST_BYTES = 1 << 24  # of a case, and of its golden values
 
 
 class CaseError(ValueError):
@@ -112,7 +114,7 @@ def read_case(path: Path) -> Case:
     for number in numbers:
         runs.append(_run(entries, f"_{number}", path, runs[0]))
     script = one.get("TRAINING_SCRIPT_PATH")
-    first = path.read_text().partition("\n")[0]
+    first = safe_files.read_text(path, max_bytes=MOST_BYTES).partition("\n")[0]
     return Case(
         path,
         first[1:].strip() if first.startswith("#") else "",
@@ -163,9 +165,9 @@ def _run(entries: Mapping[str, Any], suffix: str, path: Path, first: Run | None 
 def _entries(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Key -> Line, or flag -> Line of what has names below it; laid over what the file EXTENDS."""
     try:
-        loader = yaml.SafeLoader(path.read_text())
+        loader = yaml.SafeLoader(safe_files.read_text(path, max_bytes=MOST_BYTES))
         root = loader.get_single_node()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, safe_files.FileContentError, yaml.YAMLError, RecursionError) as error:
         raise CaseError(f"{path}: {' '.join(str(error).split())}") from None
     entries: dict[str, Any] = {}
     for key, (line, node) in _pairs(loader, root, path).items():

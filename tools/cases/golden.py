@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core import optional
+from megatron.core import optional, safe_files
 from megatron.training.report.metrics_file import read_metrics
-from tools.cases.case import Case, CaseError
+from tools.cases.case import MOST_BYTES, Case, CaseError
 
 Values = dict[str, dict[int, float]]  # metric -> step -> value
 _FIELDS = ("start_step", "end_step", "step_interval", "values")
@@ -27,7 +27,7 @@ _OF_PLAN = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """Of all runs of a case; metrics of its second run are named `lm loss (run 2)`. image: None where the logs do not
     say; launcher, case: "" so."""
 
@@ -86,7 +86,7 @@ def _of_tensorboard(folder: Path) -> Values:
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
 
 
-def write_golden(path: Path, figures: Figures, metrics: Iterable[str]) -> None:
+def write_golden(path: Path, figures: RunFigures, metrics: Iterable[str]) -> None:
     """Raises OSError."""
     table: dict[str, Any] = {name: getattr(figures, name) for name in _ABOUT}
     for name in metrics:
@@ -95,13 +95,13 @@ def write_golden(path: Path, figures: Figures, metrics: Iterable[str]) -> None:
         every = steps[1] - steps[0] if len(steps) > 1 else 1
         shown = {str(step): points[step] for step in steps}
         table[name] = dict(zip(_FIELDS, (steps[0], steps[-1], every, shown), strict=True))
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    safe_files.publish_text(path, json.dumps(table, indent=1) + "\n")
 
 
-def read_golden(path: Path) -> Figures:
+def read_golden(path: Path) -> RunFigures:
     """Raises CaseError, naming file and metric."""
     try:
-        table = json.loads(path.read_text())
+        table = json.loads(safe_files.read_text(path, max_bytes=MOST_BYTES))
     except FileNotFoundError:
         raise CaseError(f"{path}: no golden values: `tools/functional_tests.py record` writes them") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -118,4 +118,4 @@ def read_golden(path: Path) -> Figures:
             ) from None
     if not values:
         raise CaseError(f"{path}: no metrics")
-    return Figures(values, **{name: table[name] for name in _ABOUT if name in table})
+    return RunFigures(values, **{name: table[name] for name in _ABOUT if name in table})

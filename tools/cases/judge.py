@@ -1,4 +1,4 @@
-"""Figures of a run beside golden values: on the same image every bit, across images within tolerances.
+"""RunFigures of a run beside golden values: on the same image every bit, across images within tolerances.
 
 Tolerances are Megatron-LM's: 5 % of a loss, 20 % of a number of zeros, of one step in a hundred more, at least of one.
 What follows from the flags alone is the same everywhere. Memory is a ratio of medians, and so is time, which is judged
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron.core.words import counted, plain, share_text
 from megatron.training.report.metrics import MEMORY_TAGS
 from tools.cases.case import CaseError
-from tools.cases.golden import Figures
+from tools.cases.golden import RunFigures
 
 TIME = "iteration-time"
 # By a clock, or of the machine.
@@ -25,7 +25,7 @@ _RATIO, _ZEROS, _LOSS, _FLAGS = 0.05, 0.2, 0.05, 1e-6
 _MOST_FORGIVEN = 50
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """passed: None for what is only shown."""
 
     metric: str
@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
     text: str
 
 
-def judged(figures: Figures, metrics: Iterable[str] | None) -> list[str]:
+def judged(figures: RunFigures, metrics: Iterable[str] | None) -> list[str]:
     """The metrics of golden values: those that the case names, else all but those of clocks and memory; and the time.
     Raises CaseError where the run lacks one."""
     has = figures.values
@@ -46,7 +46,7 @@ def judged(figures: Figures, metrics: Iterable[str] | None) -> list[str]:
     return sorted({*names, *(name for name in has if base(name) == TIME)})
 
 
-def verdicts(golden: Figures, found: Figures, *, judge_time: bool = False) -> list[Verdict]:
+def verdicts(golden: RunFigures, found: RunFigures, *, judge_time: bool = False) -> list[Judgement]:
     """Of each metric of the golden values."""
     same_image = golden.image is not None and golden.image == found.image
     same_launcher = golden.launcher == found.launcher
@@ -54,7 +54,7 @@ def verdicts(golden: Figures, found: Figures, *, judge_time: bool = False) -> li
     for name, expected in golden.values.items():
         values, kind = found.values.get(name), base(name)
         if values is None:
-            made.append(Verdict(name, None if kind == TIME else False, "the run lacks it"))
+            made.append(Judgement(name, None if kind == TIME else False, "the run lacks it"))
         elif kind == TIME:
             made.append(_ratio(name, expected, values, judge_time))
         elif kind in MEMORY_TAGS:
@@ -71,17 +71,19 @@ def base(name: str) -> str:
     return re.sub(r" \(run \d+\)$", "", name)
 
 
-def bits(name: str, expected: Mapping[int, float], found: Mapping[int, float]) -> Verdict:
+def bits(name: str, expected: Mapping[int, float], found: Mapping[int, float]) -> Judgement:
     """Every value the same; NaN is NaN."""
     different = [step for step in expected if repr(expected[step]) != repr(found.get(step))]
     if not different:
-        return Verdict(name, True, f"every bit of {counted(len(expected), 'value')}")
+        return Judgement(name, True, f"every bit of {counted(len(expected), 'value')}")
     step = different[0]
     told = f"step {step}: {expected[step]!r} expected, {found.get(step)!r} found"
-    return Verdict(name, False, f"{counted(len(different), 'value')} of {len(expected)} differ, first {told}")
+    return Judgement(
+        name, False, f"{counted(len(different), 'value')} of {len(expected)} differ, first {told}"
+    )
 
 
-def _near(name: str, expected: Mapping[int, float], found: Mapping[int, float]) -> Verdict:
+def _near(name: str, expected: Mapping[int, float], found: Mapping[int, float]) -> Judgement:
     kind = base(name)
     of_flags = bool(_OF_FLAGS.search(kind))
     share = _FLAGS if of_flags else _ZEROS if kind == "num-zeros" else _LOSS
@@ -98,12 +100,12 @@ def _near(name: str, expected: Mapping[int, float], found: Mapping[int, float]) 
     text = f"{len(expected) - len(far)} of {counted(len(expected), 'value')} {within}"
     if far:
         text += f", first not: step {far[0]}: {expected[far[0]]!r} expected, {found.get(far[0])!r} found"
-    return Verdict(name, len(far) <= forgiven, text)
+    return Judgement(name, len(far) <= forgiven, text)
 
 
-def _ratio(name: str, expected: Mapping[int, float], found: Mapping[int, float], judge: bool) -> Verdict:
+def _ratio(name: str, expected: Mapping[int, float], found: Mapping[int, float], judge: bool) -> Judgement:
     """Of the medians of the steady steps, which are the second half."""
     was, now = (statistics.median(list(points.values())[len(points) // 2 :]) for points in (expected, found))
     ratio = now / was if was else float("inf")
     text = f"{plain(ratio)} x the golden {plain(was)}, the median of steady steps"
-    return Verdict(name, abs(ratio - 1) <= _RATIO if judge else None, text)
+    return Judgement(name, abs(ratio - 1) <= _RATIO if judge else None, text)

@@ -17,7 +17,7 @@ NAMES = ("forked", "torchrun", "slurm")
 LIMIT_S = 3600.0
 
 
-class Job(NamedTuple):
+class Launch(NamedTuple):
     """script: the trainer. save: its checkpoints' folder. folder: where it runs. nodes: of slurm."""
 
     script: str
@@ -29,7 +29,7 @@ class Job(NamedTuple):
     nodes: int = 1
 
 
-def launch(name: str, job: Job, environ: Mapping[str, str]) -> tuple[int, str]:
+def launch(name: str, job: Launch, environ: Mapping[str, str]) -> tuple[int, str]:
     """The run's status and what it has said. environ: what the run inherits. Raises CaseError for a launcher that is
     not there."""
     if name == "forked":
@@ -43,7 +43,7 @@ def launch(name: str, job: Job, environ: Mapping[str, str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def _forked(job: Job) -> tuple[int, str]:
+def _forked(job: Launch) -> tuple[int, str]:
     """Forks of this process, which has imported torch: no Python starts, a rank takes a tenth of a second."""
     try:
         harness = importlib.import_module("tests.harness.launch")
@@ -55,12 +55,12 @@ def _forked(job: Job) -> tuple[int, str]:
     return done.status, done.output
 
 
-def _torchrun(job: Job) -> list[str]:
+def _torchrun(job: Launch) -> list[str]:
     ranks = ["--standalone", "--nproc-per-node", str(job.ranks)]
     return [sys.executable, "-m", "torch.distributed.run", *ranks, str(ROOT / job.script), *job.words]
 
 
-def _slurm(job: Job) -> list[str]:
+def _slurm(job: Launch) -> list[str]:
     """The job that `megatron-zero slurm` submits for these flags, waited for."""
     if shutil.which("sbatch") is None:
         raise CaseError("--launcher slurm: there is no sbatch on this machine; forked and torchrun need none")

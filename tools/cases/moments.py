@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.core.words import plain
 from megatron.training.config.config import Config
-from tools.cases.judge import Verdict
+from tools.cases.judge import Judgement
 from tools.conversion.contents import config_in, newest
 from tools.conversion.source_reader import SourceReader
 from tools.conversion.values import numbers
@@ -24,7 +25,7 @@ _MOMENT = re.compile(r"exp_avg(?!_sq)")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
-def compare(folders: Sequence[Path]) -> list[Verdict]:
+def compare(folders: Sequence[Path]) -> list[Judgement]:
     """Of the first moments of the first checkpoint beside those of each other one. Raises CheckpointError."""
     first, *others = (newest(folder) for folder in folders)
     config = config_in(first)
@@ -35,8 +36,8 @@ def compare(folders: Sequence[Path]) -> list[Verdict]:
         with SourceReader(first) as reader, SourceReader(other) as beside:
             rows = [(_share(name, reader, beside) / _bound(name, config), name) for name in names]
         worst, name = max(rows)
-        text = f"at most {worst:.3f} of the bound, {name}"
-        made.append(Verdict(f"gradients of run {number} beside run 1", worst <= 1, text))
+        text = f"at most {plain(worst, 3)} of the bound, {name}"
+        made.append(Judgement(f"gradients of run {number} beside run 1", worst <= 1, text))
     return made
 
 

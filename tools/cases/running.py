@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron.core import safe_files
 from megatron.core.dist_checkpointing.catalog import TRACKER_NAME
 from tools.cases import moments
 from tools.cases.case import ROOT, Case, CaseError, Line, Run, RunFailedError, filled
-from tools.cases.golden import Figures, Values, digest, read_logs
-from tools.cases.judge import Verdict, bits, judged
-from tools.cases.launchers import Job, launch
+from tools.cases.golden import RunFigures, Values, digest, read_logs
+from tools.cases.judge import Judgement, bits, judged
+from tools.cases.launchers import Launch, launch
 from tools.cases.toy_data import make_toy_data
 
 DATA = "DATA_PATH"
@@ -40,7 +41,7 @@ class Runner:
         if case.type in ("ckpt-resume", "frozen-resume"):
             self.variables["CHECKPOINT_LOAD_PATH"] = self.variables["CHECKPOINT_SAVE_PATH"]
 
-    def run(self) -> tuple[Figures, list[Verdict]]:
+    def run(self) -> tuple[RunFigures, list[Judgement]]:
         """What the logs say; and what its type compares beside golden values. Raises CaseError."""
         case, values, image, verdicts = self.case, Values(), None, []
         save = Path(self.variables["CHECKPOINT_SAVE_PATH"])
@@ -58,7 +59,7 @@ class Runner:
                 name if number == 1 else f"{name} (run {number})": points for name, points in seen.items()
             }
             folders.append(save)
-        figures = Figures(values, image, self.launcher, digest(case))
+        figures = RunFigures(values, image, self.launcher, digest(case))
         if case.type == "ckpt-resume" and case.runs[0] == case.runs[1]:
             verdicts = _second_half(values, judged(figures, case.metrics))
         if case.type == "checkpoint-consistency":
@@ -76,7 +77,7 @@ class Runner:
         env = {name: " ".join(filled(line, variables)) for name, line in case.env.items()}
         env.setdefault("OMP_NUM_THREADS", self._environ.get("OMP_NUM_THREADS", "1"))
         self._say(f"{case.name}: run {number} of {len(case.runs)}, {run.ranks} ranks, {self.launcher}")
-        job = Job(case.script, words, run.ranks, env, self.folder, save, self.nodes)
+        job = Launch(case.script, words, run.ranks, env, self.folder, save, self.nodes)
         status, output = launch(self.launcher, job, self._environ)
         if status:
             last = "\n".join(output.splitlines()[-30:])
@@ -114,10 +115,10 @@ def _rewind(save: Path, case: Case) -> None:
             f"{case.path}: the first run has saved {len(saved)} checkpoints: a resume needs two, --save-interval"
         )
     shutil.rmtree(saved[-1])
-    (save / TRACKER_NAME).write_text(f"{int(saved[-2].name.removeprefix('iter_'))}")
+    safe_files.publish_text(save / TRACKER_NAME, str(int(saved[-2].name.removeprefix("iter_"))))
 
 
-def _second_half(values: Values, metrics: list[str]) -> list[Verdict]:
+def _second_half(values: Values, metrics: list[str]) -> list[Judgement]:
     """The resumed run's values beside those of the run that went through."""
     made = []
     for name in metrics:

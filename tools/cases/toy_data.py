@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron.core import safe_files
 from tools.cases.case import ROOT
 
 PLACES = ("text/the_pile/shard00", "text/common_pile/v01_filtered_data")
@@ -31,16 +32,16 @@ def make_toy_data(folder: Path) -> None:
         "<|endoftext|>",
     ]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    (made / "bpe" / "vocab.json").write_text(json.dumps(vocabulary))
-    (made / "bpe" / "merges.txt").write_text("\n".join(["#version: 0.2", *_MERGES, ""]))
+    safe_files.publish_text(made / "bpe" / "vocab.json", json.dumps(vocabulary))
+    safe_files.publish_text(made / "bpe" / "merges.txt", "\n".join(["#version: 0.2", *_MERGES, ""]))
     draw = random.Random(_SEED)
-    with (made / "text.jsonl").open("w") as file:
+    with safe_files.published(made / "text.jsonl") as file:
         for _ in range(_DOCUMENTS):
             words = (
                 "".join(draw.choices(_SYLLABLES, range(10, 0, -1), k=draw.randint(1, 3)))
                 for _ in range(_WORDS)
             )
-            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+            file.write((json.dumps({"text": " ".join(words)}) + "\n").encode())
     flags = ["--input", "text.jsonl", "--output-prefix", "my-gpt3_00", "--append-eod", "--workers", "1"]
     tokenizer = [
         "--tokenizer-type",

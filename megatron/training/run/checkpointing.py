@@ -169,9 +169,8 @@ class Checkpointer:
         for note in choice.notes:
             self._say(note)
         with_optimizer = not (flags.finetune or flags.no_load_optim)
-        imported = all(
-            own is None for own in found.manifest.per_rank
-        )  # others wrote it: no generators of ours
+        # Others wrote it: no generators of ours.
+        imported = not found.manifest.per_rank or "imported" in found.manifest.common
         with_rng = not (imported or flags.finetune or flags.no_load_rng)
         check_holds_state(found, flags)
         self._compare_settings(found, config)

@@ -77,8 +77,8 @@ def check_holds_state(found: Found, checkpoint: CheckpointConfig) -> None:
         )
     if not checkpoint.no_load_optim and not any(name.startswith(OPTIMIZER_PREFIX) for name in found.tensors):
         raise CheckpointError(
-            f"{found.described_in}: no optimizer state (saved with --no-save-optim?): load with --no-load-optim or "
-            "--finetune"
+            f"{found.described_in}: tensors: no optimizer state (saved with --no-save-optim?): load with "
+            "--no-load-optim or --finetune"
         )
 
 

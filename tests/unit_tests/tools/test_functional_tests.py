@@ -35,11 +35,11 @@ def case(tmp_path):
 @pytest.fixture
 def golden(case, tmp_path):
     """Written of `logs`, and its path."""
-    from tools.cases.golden import Figures, digest, read_logs, write_golden
+    from tools.cases.golden import RunFigures, digest, read_logs, write_golden
     from tools.cases.judge import judged
 
     read = read_case(case)
-    figures = Figures(*read_logs(logs(tmp_path / "first")), "", digest(read))
+    figures = RunFigures(*read_logs(logs(tmp_path / "first")), "", digest(read))
     write_golden(read.golden, figures, judged(figures, None))
     return read.golden
 
