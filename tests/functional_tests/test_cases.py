@@ -30,8 +30,8 @@ def test_a_case_of_five_lines(tmp_path, capfd):
     case = tmp_path / "mine.yaml"
     case.write_text(
         f"EXTENDS: {CASES}/toy.yaml\nMODEL_ARGS:\n  --pipeline-model-parallel-size: 2\n"
-        "  --train-iters: 2\n  --log-params-norm: false\n"
+        "  --train-iters: 3\n  --log-params-norm: false\n"
     )
     assert functional_tests.main(["record", str(case), "--dirty"]) == 0, capfd.readouterr()
     assert functional_tests.main(["run", str(case)]) == 0
-    assert "ok   lm loss: every bit of 2 values" in capfd.readouterr().out
+    assert "ok   lm loss: every bit of 3 values" in capfd.readouterr().out

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.core.words import plain
 from megatron.training.config.config import Config
 from tools.cases.judge import Judgement
 from tools.conversion.contents import config_in, newest
@@ -35,7 +36,7 @@ def compare(folders: Sequence[Path]) -> list[Judgement]:
         with SourceReader(first) as reader, SourceReader(other) as beside:
             rows = [(_share(name, reader, beside) / _bound(name, config), name) for name in names]
         worst, name = max(rows)
-        text = f"at most {worst:.3f} of the bound, {name}"
+        text = f"at most {plain(worst, 3)} of the bound, {name}"
         made.append(Judgement(f"gradients of run {number} beside run 1", worst <= 1, text))
     return made
 

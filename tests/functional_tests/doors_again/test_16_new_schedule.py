@@ -12,7 +12,8 @@ from tests.harness.launch import ROOT
 from tools import generate_flags_docs, generate_schedule_docs, generate_tree
 
 NEW = dataclasses.replace(SCHEDULES["1f1b"], name="mine", about="1f1b under another name")
-GENERATORS = {f"generate_{page}" for page in ("flags_docs", "tree", "schedule_docs", "interchange_docs")}
+PAGES = ("flags_docs", "tree", "schedule_docs", "interchange_docs", "cases_docs")
+GENERATORS = {f"generate_{page}" for page in PAGES}
 
 
 def test_a_row_is_in_the_table_and_has_a_picture_and_words(monkeypatch):
