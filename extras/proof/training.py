@@ -256,8 +256,9 @@ def norms_under_sequence_parallel() -> None:
 def without_transformer_engine() -> None:
     """What releases ask of Transformer Engine without need: a router's kernel (0.13 to 0.16), and to quantize no
     parameters after a step of the distributed optimizer (0.12)."""
-    from megatron.core import fp8_utils
     from megatron.core.transformer.moe import moe_utils
+
+    from megatron.core import fp8_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
     quantize = fp8_utils._quantize_param_shard_impl

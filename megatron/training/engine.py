@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import OptimizerParamSche
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.plan.spec import StageSpec
 from megatron.core.sharding_table import ShardOver
-from megatron.core.transformer.moe.expert_bias import ExpertBiases
+from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.units import declared_units
 from megatron.core.weight_grad import WeightGradAccumulator
 

@@ -30,6 +30,7 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.sharding_table import STRATEGIES as ROWS
 from megatron.core.sharding_table import ShardPlace
+from megatron.core.transformer.layer_table import LayerKind
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.planner import within
 from megatron.training.run.arguments import parse_config
@@ -141,7 +142,7 @@ class _Flash(ModelCosts):
 
     recomputes: bool = False
 
-    def layer(self, kind=None):
+    def layer(self, kind: LayerKind | None = None):
         one, c = super().layer(kind), self.config
         scores = 4 * c.seq_length**2 * self.micro_batch_size * c.num_attention_heads * c.kv_channels / self.tp
         norms = 2 * self._column_input + self._norms(2) if self.recomputes else 0.0

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 
-from megatron.core.transformer.moe.counted import counted
+from megatron.core.transformer.experts.counted import counted
 from tests.harness.layouts import NO_DROPOUT, Layout, Run, assembled, train_run
 from tests.harness.ranks import run_ranks
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.transformer.moe.counted import TOKENS
-from megatron.core.transformer.moe.expert_bias import ExpertBiases
+from megatron.core.transformer.experts.counted import TOKENS
+from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from tests.harness.reference_moe import ReferenceMoe
 from tests.harness.tiny_models import SWIGLU, backward_microbatch, reference_of, tiny_batch, tiny_model
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.core.module import ModelContext, ModelUnit
 from megatron.core.tensor_parallel.random import DropoutSite, dropout
 from megatron.core.tensor_parallel.sink_module import LayerFactory
+from megatron.core.transformer.experts.moe_layer import MoELayer
 from megatron.core.transformer.feed_forward import MLP
 from megatron.core.transformer.layer_halves import (
     AsBuilt,
@@ -20,7 +21,6 @@ from megatron.core.transformer.layer_halves import (
 )
 from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.self_attention import Angles, InferenceCache, SelfAttention

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megatron.core.transformer.experts.counted import DROPPED, TOKENS
 from megatron.core.transformer.layer_table import expert_layers
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.moe.counted import DROPPED, TOKENS
 from megatron.training.report.metrics import IntervalTotals
 
 LOAD, SHARE_DROPPED = "moe/max-over-mean-load", "moe/share-dropped"

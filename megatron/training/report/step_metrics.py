@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.module import LayerCounts, ModelError
-from megatron.core.transformer.moe.counted import Counted
+from megatron.core.transformer.experts.counted import Counted
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 

@@ -30,7 +30,7 @@ from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
-from megatron.core.transformer.moe.expert_bias import ExpertBiases
+from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.transport import host_data
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.imagined import ImaginedWorld

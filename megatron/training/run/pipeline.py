@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.protocols import Stage
-from megatron.core.transformer.moe.counted import counted
+from megatron.core.transformer.experts.counted import counted
 from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.planner import Planner

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.sink_module import LayerFactory
+from megatron.core.transformer.experts.experts import Experts
+from megatron.core.transformer.experts.router import Router
+from megatron.core.transformer.experts.shared_experts import SharedExperts
 from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.moe.experts import Experts
-from megatron.core.transformer.moe.router import Router
-from megatron.core.transformer.moe.shared_experts import SharedExperts
 
 
 class MoELayer(nn.Module):

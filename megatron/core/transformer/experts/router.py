@@ -20,9 +20,9 @@ from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.parallel_layers import Route
 from megatron.core.tensor_parallel.random import DropoutSite
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
+from megatron.core.transformer.experts import balancing, counted, routing
+from megatron.core.transformer.experts.routing import Routes
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.moe import balancing, counted, routing
-from megatron.core.transformer.moe.routing import Routes
 from megatron.core.transformer.norm import in_dtype
 from megatron.core.weight_grad import put_linear
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.tensor_parallel.functions import Kept, apply
+from megatron.core.transformer.experts.routing import largest
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.moe.routing import largest
 
 
 def probabilities(config: TransformerConfig, logits: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from megatron.core.tensor_parallel.functions import apply
 from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear, Route, RowParallelLinear
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, even_bands, whole_region
 from megatron.core.transformer.activations import mlp_activation
+from megatron.core.transformer.experts.router import ReplicatedLinear
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.moe.router import ReplicatedLinear
 
 
 class SharedExperts(SinkModule):

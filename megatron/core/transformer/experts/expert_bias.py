@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.protocols import Stepper
-from megatron.core.transformer.moe.counted import TOKENS
-from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.experts.counted import TOKENS
+from megatron.core.transformer.experts.router import Router
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
 

@@ -30,10 +30,10 @@ from megatron.core.tensor_parallel.sink_module import (
     whole_region,
 )
 from megatron.core.transformer.activations import mlp_activation
+from megatron.core.transformer.experts.products import products_by_expert
+from megatron.core.transformer.experts.routing import Routes
 from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.moe.products import products_by_expert
-from megatron.core.transformer.moe.routing import Routes
 from megatron.core.transformer.norm import in_dtype
 
 
