@@ -141,8 +141,8 @@ class _Flash(ModelCosts):
 
     recomputes: bool = False
 
-    def layer(self):
-        one, c = super().layer(), self.config
+    def layer(self, kind=None):
+        one, c = super().layer(kind), self.config
         scores = 4 * c.seq_length**2 * self.micro_batch_size * c.num_attention_heads * c.kv_channels / self.tp
         norms = 2 * self._column_input + self._norms(2) if self.recomputes else 0.0
         return dataclasses.replace(

@@ -13,7 +13,8 @@ ACTIVATIONS = (*GATED, "squared_relu", "openai_gelu")
 SQRT_HIDDEN = "sqrt_hidden"
 _WITH_ROPE = ("position_embedding_type", "rope")
 _WITHOUT_BIASES = ("add_bias_linear", False)
-Experts = Annotated[int, Bounds(0, 2**14)]
+_MOST_EXPERTS = 2**14
+Experts = Annotated[int, Bounds(0, _MOST_EXPERTS)]
 
 
 def number_or_sqrt_hidden(word: str) -> float | str:
@@ -145,7 +146,9 @@ class TransformerConfig:
     moe_shared_expert_gate: bool = arg(
         False, "what shared experts give times the sigmoid of a product with the token", weights=True
     )
-    moe_router_topk: Annotated[int, Bounds(1, 2**14)] = arg(2, "experts that a token meets", weights=True)
+    moe_router_topk: Annotated[int, Bounds(1, _MOST_EXPERTS)] = arg(
+        2, "experts that a token meets", weights=True
+    )
     moe_router_score_function: Literal["softmax", "sigmoid"] = arg(
         "softmax", "what makes weights of the router's logits", weights=True
     )
@@ -174,7 +177,7 @@ class TransformerConfig:
         None, "the router's input times numbers from 1 - eps to 1 + eps, in training"
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
-        None, "arithmetic of the router's product", derived="of the weights"
+        None, "arithmetic of the router's product", derived="of the weights", weights=True
     )
     moe_router_load_balancing_type: tuple[Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"], ...] = arg(
         ("aux_loss",),
@@ -184,7 +187,8 @@ class TransformerConfig:
         (0.0,), "coefficients of the losses of --moe-router-load-balancing-type"
     )
     moe_z_loss_coeff: float | None = arg(None, "coefficient of the loss that keeps the router's logits small")
-    moe_expert_capacity_factor: Annotated[float, Bounds(-FLOAT.most, FLOAT.most)] | None = arg(
+    # With as many even shares as there are experts, one has room for all that a microbatch can send it.
+    moe_expert_capacity_factor: Annotated[float, Bounds(-1, _MOST_EXPERTS)] | None = arg(
         None, "room of an expert, as a multiple of its even share of a microbatch; negative for all"
     )
     moe_token_drop_policy: Literal["probs", "position"] = arg(

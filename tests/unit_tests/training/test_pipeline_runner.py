@@ -33,9 +33,9 @@ def test_closing_a_runner_closes_its_recorder():
         ),
     )
 
-    config = SimpleNamespace(model=SimpleNamespace(calculate_per_token_loss=False))
+    config = parse_config([*launch.TINY, "--train-iters", "9"])
     session = SimpleNamespace(config=config, ps=ps, timers=Timers(0))
-    planner = parse_config([*launch.TINY, "--train-iters", "9"]).planner()
+    planner = config.planner()
 
     def runner(recorder):
         return PipelineRunner(session, engine, None, planner, recorder=recorder).close()
