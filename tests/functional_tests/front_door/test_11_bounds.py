@@ -113,9 +113,7 @@ def test_every_number_has_a_least_and_a_largest_value_and_defaults_lie_within():
             assert (bounds.least, bounds.most) == (0, sys.float_info.max), name
         elif name == "embedding_multiplier":  # of either sign
             assert -bounds.least == bounds.most < 2**128, name
-        elif (
-            name == "moe_expert_capacity_factor"
-        ):  # what is negative says none; that of as many experts says all
+        elif name == "moe_expert_capacity_factor":  # negative: room for all
             most = bounds_of(FIELDS["num_experts"][1]).most
             assert (bounds.least, bounds.most) == (-1, most), name
         else:
