@@ -16,6 +16,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,14 @@ class ForkedRank:
         return self._rank.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
-        self._rank.join(timeout)
-        if (status := self.poll()) is None:
-            raise subprocess.TimeoutExpired(str(self._rank), timeout or 0.0)
+        """Raises subprocess.TimeoutExpired. It asks again and again: multiprocessing takes the pipe that a rank closes
+        for its end, and would wait without a limit."""
+        end, pause = None if timeout is None else time.monotonic() + timeout, 0.001
+        while (status := self.poll()) is None:
+            if timeout is not None and end is not None and end <= time.monotonic():
+                raise subprocess.TimeoutExpired(str(self._rank), timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
         return status
 
 

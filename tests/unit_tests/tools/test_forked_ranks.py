@@ -65,8 +65,12 @@ def test_it_ends_with_its_own_status(tmp_path, end, status, said):
 
 def test_waiting_has_a_limit(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import signal; signal.pause()")
+    begun = tmp_path / "begun"  # by then it has closed what it had of its launcher
+    script.write_text(f"import pathlib, signal; pathlib.Path({str(begun)!r}).touch(); signal.pause()")
     rank = ForkedRank([str(script)], {}, (None, None))
+    while not begun.exists():
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.01)
     with pytest.raises(subprocess.TimeoutExpired):
         rank.wait(0.01)
     assert rank.poll() is None
