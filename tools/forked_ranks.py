@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import runpy
@@ -64,10 +65,11 @@ class ForkedRank:
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired. It asks again and again: multiprocessing takes the pipe that a rank closes
         for its end, and would wait without a limit."""
-        end, pause = None if timeout is None else time.monotonic() + timeout, 0.001
+        limit, pause = math.inf if timeout is None else timeout, 0.001
+        begun = time.monotonic()
         while (status := self.poll()) is None:
-            if timeout is not None and end is not None and end <= time.monotonic():
-                raise subprocess.TimeoutExpired(str(self._rank), timeout)
+            if time.monotonic() - begun >= limit:
+                raise subprocess.TimeoutExpired(str(self._rank), limit)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return status

@@ -88,14 +88,14 @@ class ModelUnit:
     share, or that is used where no module of the unit runs, must be read between the first module's forward and the
     end of the last one's. backward_reads: backward needs the weights too (lookup tables do not).
     begins_with_lookup: its first use is that of a lookup table, others follow: of these alone the backward reads.
-    told_by: the modules whose runs tell that the unit is needed, where another unit lies inside of `modules`.
+    entered_by: the modules whose forward or backward begins its use, where another unit lies inside of `modules`.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     backward_reads: bool = True
     begins_with_lookup: bool = False
-    told_by: tuple[nn.Module, ...] = ()
+    entered_by: tuple[nn.Module, ...] = ()
 
 
 class ModelError(ValueError):

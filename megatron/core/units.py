@@ -31,7 +31,7 @@ class Unit:
     begins_with_lookup: not for the first of its uses (`ModelUnit`).
     spans: a chunk of the model is one of its modules, so it is in use from the chunk's beginning to its end. lasts: it
     spans, or other units run between its modules, so that they come and go while it stays. nests: other units lie
-    inside its modules. nested: it lies inside those of one that does not last. told_by: as in `ModelUnit`, `modules`
+    inside its modules. nested: it lies inside those of one that does not last. entered_by: as in `ModelUnit`, `modules`
     where that is nothing. Names are unique."""
 
     index: int
@@ -44,7 +44,7 @@ class Unit:
     lasts: bool
     nests: bool = False
     nested: bool = False
-    told_by: tuple[nn.Module, ...] = ()
+    entered_by: tuple[nn.Module, ...] = ()
 
 
 def declared_units(chunks: Sequence[nn.Module]) -> list[ModelUnit] | None:
@@ -90,11 +90,11 @@ def find_units(
                 unit.begins_with_lookup,
                 spans,
                 lasts=spans or len(set(between)) > 1,
-                told_by=unit.told_by or unit.modules,
+                entered_by=unit.entered_by or unit.modules,
             )
         )
     inside = [set(_registered(unit.modules, units)) - {unit.index} for unit in units]
-    around = (unit for unit in units if not unit.lasts and unit.told_by == unit.modules)
+    around = (unit for unit in units if not unit.lasts and unit.entered_by == unit.modules)
     nested = {inner for unit in around for inner in inside[unit.index]}
     return tuple(
         dataclasses.replace(unit, nests=bool(inside[unit.index]), nested=unit.index in nested)

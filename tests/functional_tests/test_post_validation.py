@@ -47,6 +47,12 @@ SETTINGS = {
         f"{FAULTS} --use-custom-fsdp --data-parallel-sharding-strategy optim --overlap-param-gather "
         "--check-weight-hash-across-dp-replicas-interval 3",
     ),
+    "experts": (
+        2,
+        f"{FAULTS} --enable-zero-bubble --num-layers 4 --num-experts 4 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --moe-aux-loss-coeff 0.01 "
+        "--moe-z-loss-coeff 0.001 --moe-expert-capacity-factor 1 --save-interval 5",
+    ),
     "sp": (4, f"{FAULTS} --tensor-model-parallel-size 2 --sequence-parallel --calculate-per-token-loss"),
 }
 
@@ -117,6 +123,10 @@ def test_lines_evaluations_and_checkpoints_are_those_of_synchronous_runs(train):
 @pytest.mark.grid
 def test_a_loss_scale_that_moves(train):
     assert sum(check_alike(train, "fp16", 0)) >= 2
+
+
+def test_biases_of_experts_move_and_go_back_with_the_steps(train):
+    assert sum(check_alike(train, "experts", 0)) > 0
 
 
 @pytest.mark.full

@@ -148,7 +148,7 @@ class DistributedDataParallel(GradSync):
         """By chunk and unit: the modules of the chunk whose runs tell that the unit is needed."""
         inside = [{id(one) for one in module.modules()} for module in self.chunks]
         return tuple(
-            tuple(tuple(m for m in self.units[number].told_by if id(m) in here) for number in chunk.units)
+            tuple(tuple(m for m in self.units[number].entered_by if id(m) in here) for number in chunk.units)
             for chunk, here in zip(self._found.chunks, inside, strict=True)
         )
 

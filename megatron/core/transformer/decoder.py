@@ -64,8 +64,8 @@ class TransformerLayer(nn.Module):
             return (ModelUnit(names[0], (self,)),)
         assert self.first_half is not None
         parts = self.first_half, self.pre_mlp_layernorm, self.mlp.router, self.mlp.shared_experts
-        told_by = tuple(part for part in parts if part is not None)
-        return ModelUnit(names[0], (self,), told_by=told_by), ModelUnit(names[1], (self.mlp.experts,))
+        entered_by = tuple(part for part in parts if part is not None)
+        return ModelUnit(names[0], (self,), entered_by=entered_by), ModelUnit(names[1], (self.mlp.experts,))
 
     def forward(
         self,

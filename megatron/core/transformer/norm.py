@@ -54,7 +54,9 @@ class Norm(SinkModule):
         return weight + 1.0 if self.less_one else weight
 
     def _factors(self, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those of LayerNorm, in the dtype of what is normed, where they are not what is stored."""
+        """Those of LayerNorm, in the dtype of what is normed."""
+        if weight.dtype == dtype and not self.less_one:
+            return weight, bias
         return self.factor(weight, dtype), in_dtype(bias, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,9 +69,7 @@ class Norm(SinkModule):
         """(y [..., size] in the weights' dtype; kept: x, weight, bias, mean and 1 / deviation [..., 1]). RMSNorm,
         which computes in fp32 (fp64 for fp64), has no mean."""
         if bias is not None:
-            gamma, beta = weight, bias
-            if self.less_one or x.dtype != weight.dtype:
-                gamma, beta = self._factors(weight, bias, x.dtype)
+            gamma, beta = self._factors(weight, bias, x.dtype)
             y, mean, rstd = torch.native_layer_norm(x, self.shape, gamma, beta, self.eps)
             return in_dtype(y, weight.dtype), (x, weight, bias, mean, rstd)
         work = torch.promote_types(x.dtype, torch.float32)
@@ -84,9 +84,7 @@ class Norm(SinkModule):
         x, weight, bias, mean, rstd = kept
         if bias is None:
             return self._rms_backward(in_dtype(dy, rstd.dtype), x, weight, rstd)
-        gamma, beta = weight, bias
-        if self.less_one or x.dtype != weight.dtype:
-            gamma, beta = self._factors(weight, bias, x.dtype)
+        gamma, beta = self._factors(weight, bias, x.dtype)
         trained = weight.requires_grad, bias.requires_grad
         dx, dgamma, dbeta = _layer_norm_backward(
             in_dtype(dy, x.dtype), x, self.shape, mean, rstd, gamma, beta, (True, *trained)

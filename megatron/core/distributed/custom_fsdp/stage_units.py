@@ -76,7 +76,7 @@ class EngineUnits:
                     index=index,
                     name=unit_accesses.merged_name([one.name for one in members]),
                     modules=tuple(module for one in members for module in one.modules),
-                    told_by=tuple(module for one in members for module in one.told_by),
+                    entered_by=tuple(module for one in members for module in one.entered_by),
                     names=tuple(name for one in members for name in one.names),
                     backward_reads=any(one.backward_reads for one in members),
                     begins_with_lookup=all(one.begins_with_lookup for one in members),

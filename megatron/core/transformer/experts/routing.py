@@ -17,10 +17,8 @@ from torch import Tensor
 from megatron.core.transformer.model_config import TransformerConfig
 
 _TINY = 1e-20  # of what sigmoids are divided by, as upstream has it
-_CHANGE, _GUARD = (
-    1e-4,
-    1e-8,
-)  # of sinkhorn's factors: when they stay as they are, and what is never divided by
+_CHANGE = 1e-4  # of sinkhorn's factors, on average, below which they stay as they are
+_GUARD = 1e-8  # beside what sinkhorn divides by
 
 
 class Routes(NamedTuple):

@@ -1,0 +1,58 @@
+"""Runs of models with experts through the entry script: what must not change a bit of weights, moments and biases."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.functional_tests.test_resume import assert_bit_for_bit
+from tests.harness import launch
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.01 --moe-input-jitter-eps 0.1 --moe-shared-expert-intermediate-size 32"
+).split()
+RUN = [*launch.TINY, *EXPERTS, *"--train-iters 4 --save ck --save-interval 4".split()]
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+STAGES = "--pipeline-model-parallel-size 2"
+SAME = {
+    "grouped": (1, "--moe-grouped-gemm"),
+    "recomputed": (1, FULL),
+    "core attention recomputed": (1, "--recompute-activations"),
+    "1f1b": (2, STAGES),
+    "zb-h1, recomputed, grouped": (2, f"{STAGES} --enable-zero-bubble {FULL} --moe-grouped-gemm"),
+    "rerun": (1, "--nan-policy rerun-once"),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("one"), 1, "")
+
+
+def saved(folder, ranks, more):
+    """SHA-256 of every tensor behind four steps."""
+    launch.ok(launch.run_forked([*RUN, *more.split()], ranks=ranks, cwd=folder))
+    return launch.digests(folder / "ck", 4)
+
+
+def test_biases_are_saved_and_have_moved(expected):
+    biases = {name: digest for name, digest in expected.items() if name.endswith("router.expert_bias")}
+    assert len(biases) == 2, sorted(expected)
+    assert len(set(biases.values())) == 2
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_bits_of_one_process(name, expected, tmp_path):
+    digests = saved(tmp_path, *SAME[name])
+    assert {tensor for tensor in expected if digests[tensor] != expected[tensor]} == set()
+    assert digests.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(1, "--bf16"), (2, "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params")],
+)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(ranks, more, tmp_path):
+    length = "--train-iters 12 --lr-decay-style cosine --lr-decay-iters 12".split()
+    assert_bit_for_bit(tmp_path, ranks, [*length, *EXPERTS, *more.split()])
