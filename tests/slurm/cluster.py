@@ -5,8 +5,8 @@
         job.wait()
 
 Slurm's own daemons, as root and with a key and a socket of their own: nothing is read from /etc or written outside the
-folder, and no process is left, whatever happens in the block. Nodes are ended by their process ids (`lose_node`), jobs
-by Slurm. Partitions: low, and high, whose jobs put those of low back into the queue.
+folder, and no process is left, whatever happens in the block or to pytest (`leftovers.py`). Nodes are ended by their
+process ids (`lose_node`), jobs by Slurm. Partitions: low, and high, whose jobs put those of low back into the queue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.harness.launch import ROOT, descendants
+from tests.slurm import leftovers
 
 NODES = ("n1", "n2")
 PACKAGES = ("slurm-wlm", "munge")
@@ -112,6 +112,9 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Cluster:
+        # Its standard input ends with this process.
+        watcher = [sys.executable, leftovers.__file__, f"{OURS}={self.folder}"]
+        self._watcher = subprocess.Popen(watcher, stdin=subprocess.PIPE, start_new_session=True)
         try:
             self._begin()
         except BaseException:
@@ -169,11 +172,7 @@ class Cluster:
                 daemon.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     daemon.wait(10)
-        while pids := self.processes():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(POLL_S)
+        self._watcher.communicate()
 
     # --- what is there
 
@@ -196,14 +195,9 @@ class Cluster:
 
     def processes(self, **variables: object) -> list[int]:
         """Processes below this cluster, daemons too, whose environment has these variables."""
-        wanted = {f"{name}={value}".encode() for name, value in {OURS: self.folder, **variables}.items()}
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
-                        found.append(int(entry.name))
-        return found
+        return leftovers.processes(
+            f"{name}={value}" for name, value in {OURS: self.folder, **variables}.items()
+        )
 
     def until(self, holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
         """The first true answer; fails with what the daemons have said."""
