@@ -79,6 +79,7 @@ class Experts(nn.Module):
     def __init__(self, config: TransformerConfig, experts: ExpertSizes, factory: LayerFactory) -> None:
         super().__init__()
         self.tp, self.grouped = factory.tp, config.moe_grouped_gemm
+        self.again = config.recomputes("moe")  # the activation's input is not kept
         self.activation = mlp_activation(config)
         hidden, bias, count = config.hidden_size, config.add_bias_linear, experts.num_experts
         parts = 2 if config.gated_linear_unit else 1
@@ -109,7 +110,7 @@ class _Rows:
 
 
 class _Experts(NamedTuple):
-    """A `GradFunction` of x and the rows' weights."""
+    """A `GradFunction` of x and the rows' weights. What it keeps: see moe_layer, [Note: experts again]."""
 
     experts: Experts
     routes: Routes
@@ -120,23 +121,25 @@ class _Experts(NamedTuple):
         own = x.flatten(0, 1)  # [s/tp b, h]
         whole = mappings.gather_sequence(own, tp)  # [s b, h]
         rows = whole.index_select(0, self.routes.tokens)  # [rows, h]
-        wide = self._product(rows, fc1.weight.transpose(1, 2))  # [rows, f/tp], gated 2 f/tp
-        if fc1.bias is not None:
-            wide += _by_row(fc1.bias, ends)
+        wide = self._widened(rows, fc1.weight, fc1.bias)
         each = weights.unsqueeze(1)
         inner = in_dtype(experts.activation.forward(wide) * each, wide.dtype)  # [rows, f/tp]
         out = self._product(inner, fc2.weight.transpose(1, 2))  # {+tp}[rows, h]
         if fc2.bias is not None and tp.rank == 0:  # the sum over tp has it once
             out += in_dtype(_by_row(fc2.bias, ends) * each, out.dtype)
         in_parts = tp.sequence_parallel and not fc1.sink.keeps_gathered
-        kept = own if in_parts else whole, wide, weights, fc1.weight, fc2.weight, fc2.bias
+        inputs = own if in_parts else whole, None if experts.again else wide, weights
+        kept = *inputs, fc1.weight, fc1.bias, fc2.weight, fc2.bias
         return mappings.sum_ranks(self._of_tokens(out), tp).view(x.shape), kept
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor]:
-        of_x, wide, weights, weight1, weight2, bias2 = kept
+        of_x, wide, weights, weight1, bias1, weight2, bias2 = kept
         experts, (tokens, _, ends, *_) = self.experts, self.routes
         fc1, fc2, tp, activation = experts.linear_fc1, experts.linear_fc2, experts.tp, experts.activation
-        each = weights.unsqueeze(1)
+        each, made = weights.unsqueeze(1), None
+        if wide is None:
+            made = self._rows_of(of_x).whole()
+            wide = self._widened(made, weight1, bias1)
         d = mappings.gather_sequence(in_dtype(dy, weight2.dtype).flatten(0, 1), tp)  # [s b, h]
         d = d.index_select(0, tokens)  # [rows, h]
         dinner, inner = self._product(d, weight2), activation.forward(wide)  # [rows, f/tp]
@@ -148,16 +151,27 @@ class _Experts(NamedTuple):
         fc2.put_weight(in_dtype(inner * each, wide.dtype), d, ends)
         d = activation.backward(wide, in_dtype(dinner * each, wide.dtype))  # gated [rows, 2 f/tp]
         del dinner, inner
-        shard = mappings.SequenceShard(of_x, tp) if len(of_x) < len(self.routes.begins) else of_x
-        rows = _Rows(shard, tokens)
-        if weight1.requires_grad and not fc1.sink.deferring:
+        rows = self._rows_of(of_x)
+        if weight1.requires_grad and not fc1.sink.deferring and made is None:
             rows.start()
         dx, pending = mappings.start_sum(self._of_tokens(self._product(d, weight1)), tp)  # [s/tp b, h]
-        fc1.put_weight(rows, d, ends)
+        fc1.put_weight(rows if made is None or fc1.sink.deferring else made, d, ends)
         fc1.put_bias(d, ends)
         if pending is not None:
             pending.wait()
         return dx.view(dy.shape), mappings.sum_ranks(dweights, TensorParallel(tp.group))
+
+    def _widened(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Through the first matrix: [rows, h] -> [rows, f/tp], gated [rows, 2 f/tp]."""
+        wide = self._product(rows, weight.transpose(1, 2))
+        if bias is not None:
+            wide += _by_row(bias, self.routes.ends)
+        return wide
+
+    def _rows_of(self, x: Tensor) -> _Rows:
+        """Of what was kept of the layer's input, whole or this rank's part."""
+        in_parts = len(x) < len(self.routes.begins)
+        return _Rows(mappings.SequenceShard(x, self.experts.tp) if in_parts else x, self.routes.tokens)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         return products_by_expert(x, weight, self.routes.ends, self.experts.grouped)
