@@ -8,7 +8,9 @@ from tools.cases.case import find, read_case
 IN_CI = "schedule_zbv_validated"
 
 
-@pytest.mark.parametrize("name", [n if n == IN_CI else pytest.param(n, marks=pytest.mark.full) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [n if n == IN_CI else pytest.param(n, marks=pytest.mark.full) for n in NAMES]
+)
 def test_values_are_those_of_forked_ranks(slurm, tmp_path, monkeypatch, capfd, name):
     for variable, value in slurm.env.items():
         monkeypatch.setenv(variable, value)

@@ -31,7 +31,9 @@ ECHO_EVERY = 10  # publications; `set` does not wait for an answer, so now and t
 STORE_SILENT_S = 60.0  # without an answer: a store that thousands of ranks write to may be slow
 # A live rank publishes within one interval; four leave room for a loaded machine, and keep within 2 s.
 BUDGET_INTERVALS = 4.0
-ANSWER_INTERVALS = 4.5  # a store that has not answered for so long is gone; one that answers is read to the end
+ANSWER_INTERVALS = (
+    4.5  # a store that has not answered for so long is gone; one that answers is read to the end
+)
 PATIENCE_S = 15.0  # in all
 
 
