@@ -87,6 +87,21 @@ def test_of_another_image_values_are_near(case, golden, tmp_path, capsys, change
     assert (status == 0) is passes, said
 
 
+@pytest.mark.parametrize(("zeros", "passes"), [(4.0, True), (9.0, False)])
+def test_of_another_image_few_zeros_may_scatter(case, golden, tmp_path, capsys, zeros, passes):
+    """A toy model has a zero or none, by rounding alone."""
+    table = json.loads(golden.read_text())
+    table["num-zeros"]["values"] = dict.fromkeys("1234", 0.0)
+    golden.write_text(json.dumps(table))
+    folder = logs(tmp_path / "other", image={**IMAGE, "processor": "another"})
+    file = MetricsFile(folder / "metrics.jsonl")
+    for step in range(1, 5):
+        file.record({"num-zeros": zeros}, step)
+    file.close()
+    status, said = compare(case, folder, capsys)
+    assert (status == 0) is passes, said
+
+
 def test_two_losses_of_four_that_are_far_are_not_forgiven(case, golden, tmp_path, capsys):
     table = json.loads(golden.read_text())
     table["lm loss"]["values"] |= {"1": 4.3, "2": 3.3}
