@@ -87,17 +87,13 @@ def test_of_another_image_values_are_near(case, golden, tmp_path, capsys, change
     assert (status == 0) is passes, said
 
 
-@pytest.mark.parametrize(("zeros", "passes"), [(4.0, True), (9.0, False)])
+@pytest.mark.parametrize(("zeros", "passes"), [(2.0, True), (1.0, False)])
 def test_of_another_image_few_zeros_may_scatter(case, golden, tmp_path, capsys, zeros, passes):
-    """A toy model has a zero or none, by rounding alone."""
+    """The run has 10, where a toy model has some by rounding alone."""
     table = json.loads(golden.read_text())
-    table["num-zeros"]["values"] = dict.fromkeys("1234", 0.0)
+    table["num-zeros"]["values"] = dict.fromkeys("1234", zeros)
     golden.write_text(json.dumps(table))
     folder = logs(tmp_path / "other", image={**IMAGE, "processor": "another"})
-    file = MetricsFile(folder / "metrics.jsonl")
-    for step in range(1, 5):
-        file.record({"num-zeros": zeros}, step)
-    file.close()
     status, said = compare(case, folder, capsys)
     assert (status == 0) is passes, said
 
