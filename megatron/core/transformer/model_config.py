@@ -232,6 +232,12 @@ class TransformerConfig:
     recompute_modules: tuple[
         Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...
     ] = arg(("core_attn",), "what selective recompute drops: what these parts of a layer keep")
+    keep_activation_output: bool = arg(
+        False,
+        "keep what the MLP's activation function gives, instead of computing it again in the backward: faster where "
+        "kernels are short, with the MLP's width more a token and layer to keep",
+        ours=True,
+    )
     recompute_activations: bool = arg(False, "short for --recompute-granularity selective")
     moe_layer_recompute: bool = arg(
         False, "older spelling: --recompute-granularity selective with moe among --recompute-modules"
