@@ -77,8 +77,8 @@ class IntoAttention:
         weight, bias = _parameters(self.qkv)
         y, of_norm = self.norm.normalise(x, *_parameters(self.norm))  # [s/tp b, h]
         rows, of_y = column_forward(y, weight, bias, self.qkv.route)  # [s b, (heads + 2 groups) d]
-        of_y = None if self.norm_again else of_y
-        return self.attention.heads_of(rows, batch), (*of_norm, of_y, weight, bias)
+        kept_y = None if self.norm_again else of_y
+        return self.attention.heads_of(rows, batch), (*of_norm, kept_y, weight, bias)
 
     def backward(self, kept: Kept, batch: int, *grads: Tensor) -> tuple[Tensor]:
         *of_norm, of_y, weight, bias = kept
@@ -130,8 +130,8 @@ class MlpHalf:
         out = row_forward(activated, weight2, bias2, self.fc2.route)  # [s/tp b, h]
         out, keep = drop(out, dropout, self.site)
         inner = activated if self.activation.keeps_output else None
-        of_y = None if self.norm_again else of_y
-        return x + out, (*of_norm, of_y, wide, inner, keep, *linears[0], *linears[1])
+        kept_y = None if self.norm_again else of_y
+        return x + out, (*of_norm, kept_y, wide, inner, keep, *linears[0], *linears[1])
 
     def backward(self, kept: Kept, batch: int, dy: Tensor) -> tuple[Tensor, None]:
         *of_norm, of_y, wide, inner, keep, weight1, bias1, weight2, bias2 = kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,9 +127,10 @@ class _Norm(NamedTuple):
 def norm_again(y: Tensor) -> Callable[[], Tensor] | None:
     """What computes y once more, where y is what a norm has just given; None otherwise (somebody's hook has changed it,
     or nothing asks for a gradient). It has copies of the norm's weights, which may be gone by then."""
-    function = getattr(y.grad_fn, "function", None)
-    if y.grad_fn is None or not isinstance(function, _Norm):
+    node: Any = y.grad_fn
+    function = getattr(node, "function", None)
+    if not isinstance(function, _Norm):
         return None
-    x, *parameters = y.grad_fn.saved_tensors[:3]
+    x, *parameters = node.saved_tensors[:3]
     kept = x, *(one if one is None else one.detach().clone() for one in parameters)
     return lambda: function.norm.again(kept)

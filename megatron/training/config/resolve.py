@@ -249,7 +249,7 @@ def idle_modules(c: Context) -> str | None:
     with contextlib.suppress(ValueError):  # a rule tells
         pattern = expert_pattern(c.config.model) if sparse and c.num_layers else ()
     why = {
-        "moe_act": "what an activation gives is never kept, only what it is given",
+        "moe_act": "what the experts' activation gives is never kept, only what it is given",
         "moe": "" if sparse else "without --num-experts",
         "shared_experts": ""
         if sparse and c.moe_shared_expert_intermediate_size

@@ -22,7 +22,7 @@ MEANINGLESS = {
     "moe_router_bias_update_rate": "of training alone: the biases themselves are saved",
     "moe_router_force_load_balancing": "of benchmarks alone",
     "moe_input_jitter_eps": "of training alone",
-    "moe_router_load_balancing_type": "losses of training, which may change; who trained with sinkhorn asks for it again (docs/moe.md)",
+    "moe_router_load_balancing_type": "losses of training, which may change; of sinkhorn docs/moe.md tells",
     "moe_aux_loss_coeff": "of training alone",
     "moe_z_loss_coeff": "of training alone",
     "moe_expert_capacity_factor": "how many tokens find room, whatever the weights",
