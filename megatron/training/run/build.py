@@ -150,8 +150,7 @@ def build_engine(
 def imagined_world(config: Config, rank: int = 0) -> ImaginedWorld:
     """All ranks of one copy of the model, that of `rank`, on devices of the flags' kind. Raises RankGridError."""
     kind: DeviceKind = "cuda" if config.parallel.distributed_backend == "nccl" else "cpu"
-    instances = config.ddp.num_distributed_optimizer_instances
-    return ImaginedWorld(config.grid(), Device(kind, imagined=True), rank=rank, instances=instances)
+    return ImaginedWorld(config.world_part(), Device(kind, imagined=True), rank=rank)
 
 
 def imagined_engines(config: Config, rank: int = 0) -> dict[int, Engine]:
