@@ -29,8 +29,10 @@ class WorldEndedError(Exception):
 
 
 class ImaginedWorld:
-    """`ImaginedPeers` of all ranks that share a copy of the model with `rank`, dense layers and experts. part: the whole
-    world. device: what every rank computes on. Raises RankGridError where its grids do not fit."""
+    """`ImaginedPeers` of all ranks that share a copy of the model with `rank`, dense layers and experts.
+
+    part: the whole world. device: what every rank computes on. Raises RankGridError where its grids do not fit.
+    """
 
     def __init__(self, part: WorldPart, device: Device, *, rank: int = 0) -> None:
         assert device.imagined, f"ranks of an imagined world on {device}"

@@ -140,9 +140,9 @@ class Purpose:
     """One row of the table of groups.
 
     axes: ranks that differ only along these are one group. experts: axes are those of the experts' grid. shared_with:
-    the purpose whose communicator serves this one too where experts have no grid of their own. part: which of them. "ends": the first and the last
-    along the axis (those between are alone). "inner": runs of neighbours along the axis, one for each
-    distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
+    the purpose whose communicator serves this one too where experts have no grid of their own. part: which of them.
+    "ends": the first and the last along the axis (those between are alone). "inner": runs of neighbours along the axis,
+    one for each distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
     talks over the device's own backend, "host" over gloo whatever the device is (small host data, barriers
     that can name the missing rank). point_to_point: its ranks talk in pairs, not all together. high_priority: on
     CUDA its messages go before kernels that wait to be started. shared_memory: where all its ranks compute on the
@@ -220,9 +220,9 @@ def check_folding(dense: RankGrid, experts: RankGrid) -> None:
     if (experts.pp, experts.strides["pp"]) != (dense.pp, dense.strides["pp"]):
         inside, wanted = experts.tp * experts.ep, dense.tp * dense.cp
         raise RankGridError(
-            f"--use-tp-pp-dp-mapping with expert tensor {experts.tp} x expert {experts.ep} = {inside} ranks beside tensor "
-            f"{dense.tp} x context {dense.cp} = {wanted}: experts of a pipeline stage would lie on ranks of another one; "
-            "make both products the same, or leave the mapping out"
+            f"--use-tp-pp-dp-mapping with expert tensor {experts.tp} x expert {experts.ep} = {inside} ranks beside "
+            f"tensor {dense.tp} x context {dense.cp} = {wanted}: experts of a pipeline stage would lie on ranks of "
+            "another one; make both products the same, or leave the mapping out"
         )
 
 

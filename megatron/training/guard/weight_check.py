@@ -149,7 +149,7 @@ def check_replicas(engine: Engine, ps: ParallelState, iteration: int) -> None:
     else:  # this rank's part of each bucket
         weights = {f"the shard of unit {memory.name}": memory.weights_at_rest for memory in buffer.buckets}
     digests = {name: tensor_digest(tensor) for name, tensor in weights.items()}
-    place = [ps.tp_rank, ps.pp_rank, buffer.place.index(buffer.sharding.weights)]
+    place = [ps.tp_rank, ps.pp_rank, engine.model.place.index(buffer.sharding.weights)]
     mine = [*place, hashlib.blake2b("".join(digests.values()).encode()).hexdigest()]
     everyone = host_data.all_gather_json(mine, ps.control_group)
     if all_alike(everyone):

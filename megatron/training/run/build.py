@@ -28,6 +28,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
 from megatron.core.parallelism_config import describe_schedule
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
 from megatron.core.transformer.experts.expert_bias import ExpertBiases
@@ -74,6 +75,7 @@ def build_gpt_model(
             "layers": spec.layers,
             "other_end_here": both_ends_here and (spec.embedding or spec.loss),
             "tp": TensorParallel.of(ps, config.parallel.sequence_parallel),
+            "experts": ExpertRanks.of(ps, config.model.moe_token_dispatcher_type),
         }
     return part_of_model(config, pre_process=pre_process, post_process=post_process, **part)
 

@@ -18,7 +18,14 @@ from megatron.core.transport.parallel_state import (
     single_process,
 )
 from megatron.core.transport.peer_loss import PeerLostError
-from megatron.core.transport.rank_grid import PURPOSES, TP_PP_DP_ORDER, RankGrid, RankGridError, WorldPart, expert_grid
+from megatron.core.transport.rank_grid import (
+    PURPOSES,
+    TP_PP_DP_ORDER,
+    RankGrid,
+    RankGridError,
+    WorldPart,
+    expert_grid,
+)
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 

@@ -155,10 +155,14 @@ def test_grids_that_do_not_fit_each_other_are_refused():
         expert_grid(16, ep=4, pp=2, order=order),
     )
     ep = next(one for one in PURPOSES if one.name == "ep")
-    with pytest.raises(RankGridError, match="--use-tp-pp-dp-mapping with expert tensor 1 x expert 4 = 4 ranks"):
+    with pytest.raises(
+        RankGridError, match="--use-tp-pp-dp-mapping with expert tensor 1 x expert 4 = 4 ranks"
+    ):
         part.own_ranks(ep, 0)
     part = WorldPart(tuple(range(16)), dense_grid(16), 4, expert_grid(16, ep=8))
-    with pytest.raises(RankGridError, match="number of ranks that hold the same experts, 2; choose one of 1, 2"):
+    with pytest.raises(
+        RankGridError, match="number of ranks that hold the same experts, 2; choose one of 1, 2"
+    ):
         part.own_ranks(ep, 0)
 
 
