@@ -255,15 +255,18 @@ class WorldPart:
     instances: int = 1
     experts: RankGrid | None = None
 
-    def grid_of(self, purpose: Purpose) -> RankGrid:
-        """That whose axes the purpose names. Raises RankGridError when the instances do not divide its ranks, or the
-        grids do not fit each other."""
+    def check(self) -> None:
+        """Raises RankGridError when the instances do not divide the ranks that hold the same, or the grids do not fit
+        each other."""
         check_instances(self.grid, self.instances)
-        if self.experts is None or not purpose.experts:
-            return self.grid
-        check_instances(self.experts, self.instances, "number of ranks that hold the same experts,")
-        check_folding(self.grid, self.experts)
-        return self.experts
+        if self.experts is not None:
+            check_instances(self.experts, self.instances, "number of ranks that hold the same experts,")
+            check_folding(self.grid, self.experts)
+
+    def grid_of(self, purpose: Purpose) -> RankGrid:
+        """That whose axes the purpose names. Raises RankGridError as `check`."""
+        self.check()
+        return self.experts if purpose.experts and self.experts is not None else self.grid
 
     def shared_purpose(self, purpose: Purpose) -> str | None:
         """The purpose whose communicators serve this one too; None where it has its own."""

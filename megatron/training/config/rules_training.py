@@ -32,7 +32,7 @@ _NEEDED_BY_TOKENIZER = {
 
 
 def expert_grid_fault(c: RuleContext) -> str | None:
-    return refusal(c.config.expert_grid, RankGridError)
+    return refusal(lambda: c.config.world_part().check(), RankGridError)
 
 
 def batch_fault(c: RuleContext) -> str | None:
