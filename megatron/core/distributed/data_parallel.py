@@ -238,6 +238,11 @@ class DistributedDataParallel(GradSync):
         return self.config.use_custom_fsdp or (self.config.overlap_param_gather and cut)
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other ranks hold some of its parameters, or of their states, too."""
+        return any(groups.place.dp_size > 1 for groups in self.groups)
+
+    @property
     def is_stepping(self) -> bool:
         """Whether a step was begun and is not finished."""
         return self.reductions.is_stepping

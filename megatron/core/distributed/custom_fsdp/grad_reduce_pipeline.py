@@ -51,7 +51,7 @@ Sum = tuple[Group, Tensor | list[tuple[Tensor, Tensor]]]
 class GradState:
     """A unit's gradients.
 
-    is_sharded: they are cut at rest. fresh: keys without a contribution since the last reduction. held: whole gradients
+    is_sharded: they are cut at rest. is_summed: over some ranks. fresh: keys without a contribution since the last reduction. held: whole gradients
     have memory. has_sum: the shard holds what the next sum is added to. reduced, summed_outer: in this step. final: see
     [Note: final sums].
     """
@@ -65,6 +65,7 @@ class GradState:
         last_calls = buffer.by_groups(waiting)  # see [Note: shared parameters first]
         self.sums, self.last_sums = (_inner(one, buffer, is_sharded) for one in (calls, last_calls))
         self.outer, self.last_outer = (_outer(one, buffer) for one in (calls, last_calls))
+        self.is_summed = bool(self.sums or self.last_sums or self.outer or self.last_outer)
         self.fulls = [trained(bucket.full_grads) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.bucket.names]
         self.uses = [buffer.param_meta[name].grad_keys for name in names]
@@ -173,9 +174,12 @@ class GradReducePipeline:
             self._start_outer(one, one.outer)
 
     def check_reduced(self) -> None:
-        """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin."""
+        """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin, but
+        for units that no other rank holds, of which a plan says nothing."""
         left = [
-            unit.name for unit in self.units if unit.keys and (not unit.reduced or unit.fresh < unit.keys)
+            unit.name
+            for unit in self.units
+            if unit.is_summed and (not unit.reduced or unit.fresh < unit.keys)
         ]
         assert not left, f"no operation of the plan has reduced {left}"
 
