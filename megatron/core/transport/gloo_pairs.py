@@ -68,7 +68,8 @@ def exchange_in_pairs(full: Sequence[Tensor], received: Sequence[Tensor], talk: 
 
 
 def exchange_uneven(received: Sequence[Tensor], sent: Sequence[Tensor], talk: dist.ProcessGroup) -> Works:
-    """sent[r] to rank r, what rank r sends here into received[r]; the own row is left alone. Empty ones do not travel."""
+    """sent[r] to rank r, what rank r sends here into received[r]; the own row is left alone. Empty ones do not
+    travel."""
     works = []
     for source, _ in _others(talk):
         if received[source].numel():

@@ -81,8 +81,8 @@ class Arena:
     """The flat buffers at rest of one layout; padding means nothing.
 
     cut: over whom. own_main_weights: None where main weights are (part of) `weights`. Frozen parameters have only
-    weights. gathers_from_main: of weights the main ones alone rest, `weights` has memory inside `FlatBuffer.resting_weights`
-    only.
+    weights. gathers_from_main: of weights the main ones alone rest, `weights` has memory inside
+    `FlatBuffer.resting_weights` only.
     """
 
     layout: FlatLayout

@@ -54,9 +54,9 @@ class FlatBuffer:
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket (config's
     sizes of buckets have no effect); None: all are one.
-    new_full: makes transient tensors. sharding, place, groups: how all but experts are cut, and who gathers and reduces;
-    None where nobody does. experts: how theirs are; None: in the same way. tracker: is told of weights that are rounded
-    for checkpoints.
+    new_full: makes transient tensors. sharding, place, groups: how all but experts are cut, and who gathers and
+    reduces; None where nobody does. experts: how theirs are; None: in the same way. tracker: is told of weights that
+    are rounded for checkpoints.
 
     `sharding` of the buffer is what is cut of either.
 

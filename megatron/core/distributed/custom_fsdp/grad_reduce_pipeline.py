@@ -51,9 +51,9 @@ Sum = tuple[Group, Tensor | list[tuple[Tensor, Tensor]]]
 class GradState:
     """A unit's gradients.
 
-    is_sharded: they are cut at rest. is_summed: over some ranks. fresh: keys without a contribution since the last reduction. held: whole gradients
-    have memory. has_sum: the shard holds what the next sum is added to. reduced, summed_outer: in this step. final: see
-    [Note: final sums].
+    is_sharded: they are cut at rest. is_summed: over some ranks. fresh: keys without a contribution since the last
+    reduction. held: whole gradients have memory. has_sum: the shard holds what the next sum is added to. reduced,
+    summed_outer: in this step. final: see [Note: final sums].
     """
 
     def __init__(self, name: str, buffer: FlatBuffer, tracker: MemoryTracker) -> None:

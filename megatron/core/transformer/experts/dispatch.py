@@ -2,10 +2,10 @@
 
 Three ways, with one face (`Dispatch`), each made for one microbatch of what its tokens have chosen:
 
-- `Gathered`: experts lie as the layer does. All tensor parallel ranks know all tokens' choices; each has a part of every
-  expert, and under sequence parallel gathers the tokens.
-- `Gathered` over the peers of a grid of experts (`--moe-token-dispatcher-type allgather`): all tokens and choices of the
-  peers are gathered; each rank computes the rows of its own experts.
+- `Gathered`: experts lie as the layer does. All tensor parallel ranks know all tokens' choices; each has a part of
+  every expert, and under sequence parallel gathers the tokens.
+- `Gathered` over the peers of a grid of experts (`--moe-token-dispatcher-type allgather`): all tokens and choices of
+  the peers are gathered; each rank computes the rows of its own experts.
 - `Exchanged` (`alltoall`): each token goes to the ranks that have its experts, and nowhere else. Each expert's ranks of
   `etp` have a part of it, so each gets the token; whoever has sent it adds up what comes back, in rank order.
 
@@ -65,8 +65,8 @@ class Dispatch(Protocol):
 
 
 class Gathered:
-    """`Dispatch` by tokens that every rank of `ranks` has. sums_weights: each of them has a part of every row's weight's
-    gradient. Communicates over `ranks`."""
+    """`Dispatch` by tokens that every rank of `ranks` has. sums_weights: each of them has a part of every row's
+    weight's gradient. Communicates over `ranks`."""
 
     def __init__(self, routes: Routes, ranks: TensorParallel, *, sums_weights: bool) -> None:
         self.tokens, self.weights, self.ends, self._by_token, self._begins = routes
@@ -114,7 +114,8 @@ class Exchanged:
         counts = [rows[mine.start : mine.stop] for rows in by_rank]
         self._received = [sum(one) for one in counts]
         self.ends = tuple(itertools.accumulate(map(sum, zip(*counts, strict=True))))
-        # Where each row comes from: of what is sent, the own rows; of what arrives by (rank, expert), by (expert, rank).
+        # Where each row comes from: of what is sent, the own rows; of what arrives by (rank, expert), by (expert,
+        # rank).
         self._out = _places([(start, end) for start, end in segments for _ in range(parts)], device)
         flat = [0, *itertools.accumulate(itertools.chain(*counts))]
         blocks = [

@@ -76,8 +76,8 @@ class ExpertLinear(SinkModule):
 
 
 class Experts(nn.Module):
-    """[s/tp, b, h] (without sequence parallel [s, b, h]) -> the same, each token through the experts that it has chosen.
-    Communicates over tp, or where experts lie on a grid of their own over all of this rank's peers there."""
+    """[s/tp, b, h] (without sequence parallel [s, b, h]) -> the same, each token through the experts that it has
+    chosen. Communicates over tp, or where experts lie on a grid of their own over all of this rank's peers there."""
 
     def __init__(self, config: TransformerConfig, experts: ExpertSizes, factory: LayerFactory) -> None:
         super().__init__()
