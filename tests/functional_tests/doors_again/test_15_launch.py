@@ -215,6 +215,7 @@ def test_a_signal_to_the_whole_job_leaves_its_loaders_to_the_run(tmp_path, numbe
     assert not re.search(r"Traceback|DataLoader worker", done.output), done.output
 
 
+@pytest.mark.grid
 def test_sigusr1_to_torchrun_alone_saves(tmp_path):
     """torchrun does not know the signal and is ended by it: its ranks save and end by themselves."""
     (tmp_path / "output").write_text("")
