@@ -3,8 +3,9 @@
 #   CPU=1 examples/mixtral/pretrain.sh [FLAGS]    toy size, 4 ranks on this CPU
 #   examples/mixtral/pretrain.sh [FLAGS]          8x7B, 46.7 billion parameters, 12.9 active, on 32 GPUs or more
 #
-# Ranks: PIPELINE_SIZE, TP_SIZE; what the others leave is data parallel, over which weights are cut. EP_SIZE: ranks of a
-#   stage that have other experts, which all stages together need PIPELINE_SIZE times. GPUS_PER_NODE (with CPU=1: ranks), and over machines NUM_NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, the same line on each.
+# Ranks: PIPELINE_SIZE, TP_SIZE; what the others leave is data parallel, over which weights are cut. EP_SIZE: ranks of
+#   a stage that have other experts. GPUS_PER_NODE (with CPU=1: ranks), and over machines NUM_NODES, NODE_RANK,
+#   MASTER_ADDR, MASTER_PORT, the same line on each.
 # TRAIN_ITERS, GLOBAL_BATCH_SIZE. RUN_DIR: where metrics go. DRY_RUN=1: only say the command. FLAGS of pretrain_gpt.py
 #   are passed on; later ones count, so --data-path, a tokenizer, --save and --load take the place of mock data.
 set -euo pipefail
