@@ -51,19 +51,20 @@ Sum = tuple[Group, Tensor | list[tuple[Tensor, Tensor]]]
 class GradState:
     """A unit's gradients.
 
-    fresh: keys without a contribution since the last reduction. held: whole gradients have memory. has_sum: the shard
+    is_sharded: they are cut at rest. is_summed: over some ranks. held: whole gradients have memory. has_sum: the shard
     holds what the next sum is added to. reduced, summed_outer: in this step. final: see [Note: final sums].
     """
 
     def __init__(self, name: str, buffer: FlatBuffer, tracker: MemoryTracker) -> None:
         self.name = name
-        is_sharded, optimizer = buffer.sharding.main_grads is not ShardOver.NONE, buffer.sharding.optimizer
         buckets = [bucket for bucket in buffer.buckets_of_unit(name) if bucket.trained]
+        self.is_sharded = is_sharded = buffer.is_cut(buckets, "main_grads")
         waiting = [one for one in buckets if not is_sharded and buffer.arenas[one.arena].layout.shared]
         calls = buffer.by_groups(one for one in buckets if one not in waiting)
         last_calls = buffer.by_groups(waiting)  # see [Note: shared parameters first]
-        self.sums, self.last_sums = (_inner(one, optimizer, is_sharded) for one in (calls, last_calls))
-        self.outer, self.last_outer = (_outer(one, optimizer) for one in (calls, last_calls))
+        self.sums, self.last_sums = (_inner(one, buffer, is_sharded) for one in (calls, last_calls))
+        self.outer, self.last_outer = (_outer(one, buffer) for one in (calls, last_calls))
+        self.is_summed = bool(self.sums or self.last_sums or self.outer or self.last_outer)
         self.fulls = [trained(bucket.full_grads) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.bucket.names]
         self.uses = [buffer.param_meta[name].grad_keys for name in names]
@@ -71,7 +72,6 @@ class GradState:
         self.further = frozenset(key for uses in self.uses for key in uses[1:])
         shards = [trained(bucket.main_grads) for bucket in buckets] if is_sharded else []
         self.resting = RestingGrads(name, shards, tracker)
-        self.fresh = set(self.keys)
         self.held = self.has_sum = self.reduced = self.summed_outer = self.final = False
 
 
@@ -85,7 +85,8 @@ class _Sums:
 
 
 class GradReducePipeline:
-    """units: their names. order: in which `finish` reduces those that nobody has reduced. Communicates over the reduce
+    """units: their names. order: in which `finish` reduces those that nobody has reduced. `fresh`: keys without a
+    contribution since their unit's last reduction. Communicates over the reduce
     and outer groups of the buffer's arenas, and in `finish` over tp and embedding where gradients have parts there;
     over these when built, too. Raises PeerLostError where it waits."""
 
@@ -99,12 +100,12 @@ class GradReducePipeline:
         ps: ParallelState,
     ) -> None:
         self._buffer, self._memory, self._tracker = buffer, memory, tracker
-        self._is_sharded = buffer.sharding.main_grads is not ShardOver.NONE
         self._partial = PartialSums(buffer, ps.tp_group, tracker=tracker)
         self._shared = SharedSums(buffer, ps.embedding_group, tracker=tracker)
         self.units = [GradState(name, buffer, tracker) for name in units]
         self._order = [self.units[unit] for unit in order]
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
+        self.fresh = set(self._of_key)
         self._under_way: UnderWay[_Sums] = UnderWay()
         self._reduce = True
         self.is_stepping = False  # a step was begun and is not finished
@@ -118,10 +119,11 @@ class GradReducePipeline:
         )
         self._reduce, self.is_stepping = reduce_gradients, True
         self._nonfinite = []
+        self.fresh.update(self._of_key)
         for unit in self.units:
             self._drop(unit)
             unit.reduced = unit.summed_outer = unit.final = False
-            unit.has_sum, unit.fresh = False, set(unit.keys)
+            unit.has_sum = False
         if not keep:
             self.release()
 
@@ -130,7 +132,8 @@ class GradReducePipeline:
         for unit in self.units:
             unit.resting.hold()
             unit.has_sum = True
-            unit.fresh = set(unit.keys if self._is_sharded else unit.further)
+            self.fresh.difference_update(unit.keys)
+            self.fresh.update(unit.keys if unit.is_sharded else unit.further)
 
     def release(self) -> None:
         """What gradients at rest hold is of no more use: cut ones have no memory until their unit's next reduction."""
@@ -142,7 +145,7 @@ class GradReducePipeline:
         ModelError where it comes too late."""
         assert self.is_stepping, f"a gradient for {key} outside of a step: call begin_step() first"
         unit = self._of_key[key]
-        if key not in unit.fresh:
+        if key not in self.fresh:
             return False
         if unit.final:
             raise ModelError(
@@ -151,8 +154,8 @@ class GradReducePipeline:
                 "with --fsdp-unit-modules, and checkpoint modules that run several times with use_reentrant=False"
             )
         self._hold(unit)
-        unit.fresh.discard(key)
-        if self._is_sharded and key in unit.further:
+        self.fresh.discard(key)
+        if unit.is_sharded and key in unit.further:
             self._memory.acquire("extra", unit.name, [self._buffer.main_grad(key)])
         return True
 
@@ -173,9 +176,12 @@ class GradReducePipeline:
             self._start_outer(one, one.outer)
 
     def check_reduced(self) -> None:
-        """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin."""
+        """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin, but
+        for units that no other rank holds, of which a plan says nothing."""
         left = [
-            unit.name for unit in self.units if unit.keys and (not unit.reduced or unit.fresh < unit.keys)
+            unit.name
+            for unit in self.units
+            if unit.is_summed and not (unit.reduced and unit.keys <= self.fresh)
         ]
         assert not left, f"no operation of the plan has reduced {left}"
 
@@ -184,9 +190,9 @@ class GradReducePipeline:
         assert self.is_stepping, "finish() outside of a step: call begin_step() first"
         assert self._reduce, "finish() of a step begun without reduce_gradients"
         for unit in self._order:
-            if not unit.reduced or len(unit.fresh) < len(unit.keys):
+            if not (unit.reduced and unit.keys <= self.fresh):
                 self._start(unit)
-        if not self._is_sharded:
+        if self._shared.whole:
             self._shared.add()
         for unit in self._order:
             self._launch(unit, unit.last_sums, inner=True)
@@ -194,7 +200,7 @@ class GradReducePipeline:
             late = unit.last_outer if unit.summed_outer else unit.outer + unit.last_outer
             self._start_outer(unit, late)
         self._wait_for(self._under_way.every())
-        if self._is_sharded:
+        if not self._shared.whole:
             self._shared.add()
         self._partial.add()
         self.is_stepping = False
@@ -217,12 +223,13 @@ class GradReducePipeline:
         self._hold(unit)  # also what no contribution came to on this rank: others may have some
         for first, *further in unit.uses:
             grad = self._buffer.main_grad(first)
-            if first in unit.fresh:
+            if first in self.fresh:
                 grad.zero_()
             for key in further:
-                if key not in unit.fresh:
+                if key not in self.fresh:
                     grad.add_(self._buffer.main_grad(key))
-        unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not self._is_sharded
+        self.fresh.update(unit.keys)
+        unit.reduced, unit.final = True, not unit.is_sharded
         unit.resting.hold()
         self._launch(unit, unit.sums, inner=True)
         unit.has_sum = True
@@ -240,7 +247,7 @@ class GradReducePipeline:
             return
         lane = lane_of(ir.REDUCE if inner else ir.HSDP_ALL_REDUCE)
         self._wait_for(self._under_way.before_one_more(lane))
-        add = inner and self._is_sharded and unit.has_sum
+        add = inner and unit.is_sharded and unit.has_sum
         pending = [
             collectives.sum_gradients(what, group)
             if isinstance(what, Tensor)
@@ -252,7 +259,7 @@ class GradReducePipeline:
 
     def _hold(self, unit: GradState) -> None:
         """Whole gradients have memory on return. See [Note: when to wait]."""
-        if not self._is_sharded:
+        if not unit.is_sharded or (unit.held and not self._under_way.entries):
             return
         self._wait_for(self._under_way.of(unit))
         if unit.held:
@@ -289,20 +296,20 @@ class GradReducePipeline:
 
     def _look_at(self, unit: GradState) -> None:
         """Instead of a reduction."""
-        for key in sorted(unit.keys - unit.fresh):
+        for key in sorted(unit.keys - self.fresh):
             if not bool(torch.isfinite(self._buffer.main_grad(key)).all()):  # sync: a failed step
                 self._nonfinite.append(key)
-        unit.fresh = set(unit.keys)
+        self.fresh.update(unit.keys)
         self._drop(unit)
 
 
-def _inner(calls: Calls, optimizer: ShardOver, is_sharded: bool) -> list[Sum]:
+def _inner(calls: Calls, buffer: FlatBuffer, is_sharded: bool) -> list[Sum]:
     """Over the ranks that share shards."""
     sums: list[Sum] = []
     for groups, buckets in calls:
         if groups.reduce.size == 1:
             continue
-        if optimizer is ShardOver.NONE:
+        if _optimizer(buffer, buckets) is ShardOver.NONE:
             sums += [(groups.reduce, trained(one.full_grads)) for one in buckets]
             continue
         shards = [trained(one.main_grads if is_sharded else one.optimizer_grads) for one in buckets]
@@ -311,15 +318,20 @@ def _inner(calls: Calls, optimizer: ShardOver, is_sharded: bool) -> list[Sum]:
     return sums
 
 
-def _outer(calls: Calls, optimizer: ShardOver) -> list[Sum]:
+def _outer(calls: Calls, buffer: FlatBuffer) -> list[Sum]:
     """Over instances. Once a step: views would keep the memory of gradients at rest (`RestingGrads`)."""
     sums: list[Sum] = []
     for groups, buckets in calls:
         if groups.outer.size == 1:
             continue
         parts = [(trained(one.optimizer_grads), trained(one.main_grads)) for one in buckets]
-        if optimizer is ShardOver.FULL:
+        if _optimizer(buffer, buckets) is ShardOver.FULL:
             sums.append((groups.outer, parts))
         else:
             sums += [(groups.outer, part) for part, _ in parts]
     return sums
+
+
+def _optimizer(buffer: FlatBuffer, buckets: Sequence[BucketMemory]) -> ShardOver:
+    """How the optimizer's states of buckets that one call is about are cut."""
+    return buffer.arenas[buckets[0].arena].sharding.optimizer

@@ -8,7 +8,7 @@ from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.experts.experts import Experts
 from megatron.core.transformer.experts.router import Router
-from megatron.core.transformer.experts.routing import Routes
+from megatron.core.transformer.experts.routing import Choices
 from megatron.core.transformer.experts.shared_experts import SharedExperts
 from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
@@ -46,7 +46,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self._shared(x)
-        routed = self.experts(x, self._routes(x) if self.again else self.router(x))
+        routed = self.experts(x, self._choices(x) if self.again else self.router(x))
         return routed if shared is None else routed + shared
 
     def _shared(self, x: Tensor) -> Tensor | None:
@@ -54,15 +54,15 @@ class MoELayer(nn.Module):
             return None if self.shared_experts is None else self.shared_experts(x)
         return recomputed(self.shared_experts, self.context, x, anchor=_trained(self.shared_experts))
 
-    def _routes(self, x: Tensor) -> Routes:
+    def _choices(self, x: Tensor) -> Choices:
         """Those of the router, whose weights alone are differentiated, and computed again."""
-        first: list[Routes] = []
+        first: list[Choices] = []
 
         def weights(x: Tensor) -> Tensor:
-            routes = self.router(x)
+            choices: Choices = self.router(x)
             if not first:
-                first.append(routes)
-            return routes.weights
+                first.append(choices)
+            return choices.weights
 
         found = recomputed(weights, self.context, x, anchor=_trained(self.router))
         return first[0]._replace(weights=found)
