@@ -41,7 +41,7 @@ def test_a_case_of_five_lines(tmp_path, capfd):
     """Written, recorded, and found again."""
     case = tmp_path / "mine.yaml"
     case.write_text(
-        f"EXTENDS: {CASES}/toy.yaml\nMODEL_ARGS:\n  --pipeline-model-parallel-size: 2\n"
+        "EXTENDS: toy\nMODEL_ARGS:\n  --pipeline-model-parallel-size: 2\n"
         "  --train-iters: 3\n  --log-params-norm: false\n"
     )
     assert functional_tests.main(["record", str(case), "--dirty"]) == 0, capfd.readouterr()
