@@ -287,8 +287,10 @@ def _piece(content: Any) -> ModelPiece:
     modules, ends, most, moved, weights = content
     return ModelPiece(
         {
-            path: ModuleFigures(*sizes[:-1], {name: ComputationFigures(*done) for name, done in sizes[-1]})
-            for path, sizes in modules
+            path: ModuleFigures(
+                parameters, lasting, kept, filed, {name: ComputationFigures(*done) for name, done in work}
+            )
+            for path, (parameters, lasting, kept, filed, work) in modules
         },
         Ends(*ends),
         dict(most),
