@@ -49,7 +49,7 @@ class DeviceRates(NamedTuple):
 GPU, CPU = DeviceRates(200, 1000, 15_000), DeviceRates(5, 50, 50)
 
 
-class Work(NamedTuple):
+class UnitWork(NamedTuple):
     """One microbatch of a part of the model. f, b, w: FLOPs. saved: bytes from F to B. held: bytes from B to W."""
 
     f: float = 0.0
@@ -58,8 +58,8 @@ class Work(NamedTuple):
     saved: float = 0.0
     held: float = 0.0
 
-    def plus(self, other: Work) -> Work:
-        return Work(*map(operator.add, self, other))
+    def plus(self, other: UnitWork) -> UnitWork:
+        return UnitWork(*map(operator.add, self, other))
 
 
 class UnitWeights(NamedTuple):
@@ -125,11 +125,11 @@ class ModelCosts:
         comm = self.description.hidden_bytes * self.rates.sent / self.unit_flops
         return CostModel(f, b, w, saved, held, comm)
 
-    def of_units(self, spec: StageSpec) -> dict[str, Work]:
+    def of_units(self, spec: StageSpec) -> dict[str, UnitWork]:
         """Of a stage, by unit; the first of each piece has what the piece is handed besides."""
         chunks = self.config.recompute_chunks(len(spec.layers))
         pieces = self.description.pieces(spec.layers, chunks, embeds=spec.embedding, ends=spec.loss)
-        found = dict[str, Work]()
+        found = dict[str, UnitWork]()
         for at, (piece, old, new) in enumerate(pieces):
             keeps = (
                 not spec.embedding
@@ -138,14 +138,14 @@ class ModelCosts:
             )
             files = at + 1 == len(pieces) or not pieces[at + 1][0].ends.files_back
             handed = piece.modules.get(OUTSIDE, ModuleFigures()).filed_bytes
-            besides = Work(saved=piece.ends.input_bytes * keeps, held=handed * files)
+            besides = UnitWork(saved=piece.ends.input_bytes * keeps, held=handed * files)
             for name, work in self._work_of(piece, old, new).items():
                 found[name] = work.plus(besides)
-                besides = Work()
+                besides = UnitWork()
         if not found:  # it hands on what it gets
             hidden = self.description.hidden_bytes
             moved = 2 * hidden * self.rates.moved
-            return {"": Work(f=moved, b=moved, saved=hidden)}
+            return {"": UnitWork(f=moved, b=moved, saved=hidden)}
         if spec.embedding and spec.loss and self._tied:
             both = found.pop("embedding").plus(found.pop("head"))
             found = {ONE_MATRIX: both, **found}
@@ -228,7 +228,7 @@ class ModelCosts:
         """A V whose first and last stage, both on one rank, read one matrix."""
         return placement.has_both_ends_on_one_rank and placement.num_stages > 1 and self._tied
 
-    def _work_of(self, piece: ModelPiece, old: Sequence[int], new: Sequence[int]) -> dict[str, Work]:
+    def _work_of(self, piece: ModelPiece, old: Sequence[int], new: Sequence[int]) -> dict[str, UnitWork]:
         """By unit, the first with what is in none; without what it is handed. old, new: as in `pieces`."""
         kinds = [self._table[number] for number in new]
         end = "head" if piece.ends.input_bytes else "embedding"
@@ -243,7 +243,7 @@ class ModelCosts:
         return dict(zip(units(new), self._works[key], strict=True))
 
     @functools.cached_property
-    def _works(self) -> dict[int, tuple[Work, ...]]:
+    def _works(self) -> dict[int, tuple[UnitWork, ...]]:
         """By piece of the description."""
         return {}
 
@@ -280,7 +280,7 @@ class ModelCosts:
         words = UnitWeights.of(self.description.embedding.weights.values()).shared
         units: list[_Bare] = []
         for name, numel in weights.items():
-            work, looks_up = works.get(name, Work()), name == "embedding" and spec.embedding
+            work, looks_up = works.get(name, UnitWork()), name == "embedding" and spec.embedding
             again = name == ONE_MATRIX or (looks_up and self._joins_ends(placement))
             unit = UnitCosts(
                 name,
@@ -293,8 +293,8 @@ class ModelCosts:
         return rows.renamed({name: place for place, name in enumerate(weights)}), units
 
 
-def sum_of(works: Iterable[Work]) -> Work:
-    return functools.reduce(Work.plus, works, Work())
+def sum_of(works: Iterable[UnitWork]) -> UnitWork:
+    return functools.reduce(UnitWork.plus, works, UnitWork())
 
 
 def _joined(units: Sequence[_Bare]) -> _Bare:
@@ -309,21 +309,21 @@ def _joined(units: Sequence[_Bare]) -> _Bare:
     return unit, functools.reduce(UnitWeights.plus, numels)
 
 
-def work_by_unit(piece: ModelPiece, names: Sequence[str], rates: DeviceRates) -> dict[str, Work]:
+def work_by_unit(piece: ModelPiece, names: Sequence[str], rates: DeviceRates) -> dict[str, UnitWork]:
     """What its modules take, by unit, the first with those that are in none, and with what is waited for."""
     waited = [
         rates.gathered
         * sum(size for key, size in piece.collectives.items() if key[:2] == (computation, "tp"))
         for computation in _SPLIT
     ]
-    found = {name: Work() for name in names}
-    found[names[0]] = Work(*waited)
+    found = {name: UnitWork() for name in names}
+    found[names[0]] = UnitWork(*waited)
     for path, figures in piece.modules.items():
         done = [figures.work.get(computation, ComputationFigures()) for computation in _SPLIT]
         f, b, w = (one.products + one.attention + rates.moved * one.moved_bytes for one in done)
         filed = figures.filed_bytes * (path != OUTSIDE)
         unit = _unit_of(path, names)
-        found[unit] = found[unit].plus(Work(f, b, w, figures.kept_bytes, filed))
+        found[unit] = found[unit].plus(UnitWork(f, b, w, figures.kept_bytes, filed))
     return found
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from megatron.core import optional
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.pipeline_parallel.plan.facts import facts_lines, pipeline_facts
@@ -49,6 +51,16 @@ class Report:
     sections: dict[str, _Section]
     spec: ScheduleSpec | None = None
     unknown: str = ""
+
+
+def described_or_why(config: Config) -> tuple[Config, str]:
+    """With the description of its model, and why there is none."""
+    if not optional.available("torch"):
+        return config, "torch is not installed here, with which a model is looked at"
+    if shape_elsewhere(config.checkpoint):
+        return config, ""
+    # By name: whoever parses flags does so before torch is imported.
+    return importlib.import_module("megatron.training.run.describe").described(config), ""
 
 
 def build_report(config: Config, problems: Sequence[Problem], undescribed: str = "") -> Report:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import os
 import shlex
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron import command
-from megatron.core import optional
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.training.config import saved_config
 from megatron.training.config.command_line import (
@@ -285,12 +283,18 @@ def _report(config: Config, problems: list[Problem], env: LaunchEnv) -> list[Pro
     if env.local_rank != 0:
         return problems
     # parsing flags imports no search, and a report draws plans
-    from megatron.training.config.check_config import build_report, render_json, render_text, with_vocabulary
+    from megatron.training.config.check_config import (
+        build_report,
+        described_or_why,
+        render_json,
+        render_text,
+        with_vocabulary,
+    )
     from megatron.training.config.config_page import render_page
 
     undescribed = ""
     if not problems:
-        config, undescribed = _described(with_vocabulary(config))
+        config, undescribed = described_or_why(with_vocabulary(config))
         problems = [] if undescribed else plan_problems(config, env)
     report, width, full = build_report(config, problems, undescribed), _columns(1), config.training.full
     if config.training.json:
@@ -303,16 +307,6 @@ def _report(config: Config, problems: list[Problem], env: LaunchEnv) -> list[Pro
     if problems and not config.training.json:
         print(render_problems(problems, _columns(2)), file=sys.stderr, flush=True)
     return problems
-
-
-def _described(config: Config) -> tuple[Config, str]:
-    """With the description of its model, and why there is none. Everything that needs no torch is known before."""
-    if not optional.available("torch"):
-        return config, "torch is not installed here, with which a model is looked at"
-    if saved_config.shape_elsewhere(config.checkpoint):
-        return config, ""
-    # By name: this module is what ranks read their flags with before they import torch.
-    return importlib.import_module("megatron.training.run.describe").described(config), ""
 
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:
