@@ -265,6 +265,7 @@ REAL = {
     "gpt": {},
     "llama": VARIANTS["llama"],
     "qk_layernorm": VARIANTS["qk_layernorm"],
+    "keeps_output": {**VARIANTS["swiglu"], "keep_activation_output": True},
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "unfused": {"attention_backend": "unfused"},
     "uniform": MODELS["uniform"],
