@@ -29,6 +29,7 @@ def same_values_as_forked(name, folder, capfd, *launcher):
 IN_THE_GRID = ("schedule_zbv_validated", "resume")
 
 
+@pytest.mark.timeout(600)  # ranks start Pythons of their own
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.grid if n in IN_THE_GRID else pytest.mark.full) for n in NAMES],
