@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.models.gpt.parameter_count import count_parameters
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from tests.harness import launch
+from tests.harness.described import costs_of_model, whole
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = ("mixtral", "qwen3_moe")
@@ -44,7 +45,8 @@ def test_the_sizes_are_those_that_were_published(name, vocabulary, active, tp):
     )
     experts = config.world_part().experts
     assert (experts.ep, experts.tp, experts.dp) == (8, 1, 1)
-    assert count_parameters(config.model, vocabulary).active == active
+    costs = costs_of_model(config.model, vocabulary)
+    assert costs.count([whole(config.model)], Placement(LINEAR, 1)).active == active
     assert config.parallel.sequence_parallel == (tp == 2)
 
 
