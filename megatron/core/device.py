@@ -116,7 +116,9 @@ class Device:
 
     def free_bytes(self) -> int | None:
         """Of the device's memory, what nobody holds and what torch has put by; on CPU of the machine's, None where the
-        system does not say."""
+        system does not say, or where it is imagined."""
+        if self.imagined:
+            return None
         if self._is_cuda:
             free, _ = torch.cuda.mem_get_info(self.index)
             kept = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
@@ -269,6 +271,14 @@ def default_generator(where: torch.device) -> torch.Generator:
 def new_generator(where: torch.device, seed: int) -> torch.Generator | None:
     """One of its own, from a seed, for draws on a device; None where nothing is drawn."""
     return None if where.type == "meta" else torch.Generator(device=where).manual_seed(seed)
+
+
+def host_values(tensor: Tensor, imagined: float = 0.0) -> Any:
+    """A tensor's numbers on the host, in lists where it has dimensions; it is waited for. imagined: each of them where
+    the tensor has no memory."""
+    if tensor.is_meta:
+        tensor = torch.full(tensor.shape, imagined, dtype=tensor.dtype, device="cpu")
+    return tensor.tolist()
 
 
 LAUNCHES_WORTH = 16

@@ -191,6 +191,12 @@ class ModelDescription:
     ) -> ModelPiece:
         """Any part of the model as one piece. layers: their numbers. chunks: `TransformerConfig.recompute_chunks` of
         them."""
+        return functools.reduce(ModelPiece.then, self.pieces(layers, chunks, embeds=embeds, ends=ends))
+
+    def pieces(
+        self, layers: Sequence[int], chunks: Iterable[tuple[int, int, bool]], *, embeds: bool, ends: bool
+    ) -> list[ModelPiece]:
+        """Of `stage`, in the order of the forward."""
         pieces = [self.embedding] * embeds
         for first, end, recomputed in chunks:
             numbers = layers[first:end]
@@ -205,7 +211,7 @@ class ModelDescription:
         if not pieces:  # it hands on what it gets
             pieces = [ModelPiece({}, Ends(hidden, hidden), dict.fromkeys(COMPUTATIONS, 0))]
         kept = dataclasses.replace(pieces[0].ends, keeps_input=not embeds)  # a stage keeps what it was handed
-        return functools.reduce(ModelPiece.then, pieces[1:], dataclasses.replace(pieces[0], ends=kept))
+        return [dataclasses.replace(pieces[0], ends=kept), *pieces[1:]]
 
 
 def renumbered(piece: ModelPiece, old: Sequence[int], new: Sequence[int]) -> ModelPiece:

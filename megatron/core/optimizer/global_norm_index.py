@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.device import host_values
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
@@ -102,7 +103,7 @@ class GlobalNormIndex:
             f"{expected} ranks have a part each, {self._group.size} are added"
         )
         collectives.all_reduce(full, self._group)
-        values: list[list[float]] = full.tolist()  # sync: figures that the host decides on
+        values: list[list[float]] = host_values(full)  # sync: figures that the host decides on
         return values
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device import host_values
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.custom_fsdp.bucket_memory import BucketMemory, num_bytes, trained
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
@@ -125,7 +126,7 @@ class MixedPrecisionOptimizer(Stepper):
         if not self._index.over_world:  # data parallel ranks were not asked
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
             collectives.all_reduce(flag, self.ps.world_group, "max")
-            nonfinite = bool(flag.item())  # sync: the host decides whether to step
+            nonfinite = any(host_values(flag))  # sync: the host decides whether to step
         return GradStats(self.norm(sums, divisor), nonfinite, int(sum(zeros[0])) if zeros else None)
 
     def norm(self, sums: Sequence[float], divisor: float) -> float:
@@ -145,12 +146,12 @@ class MixedPrecisionOptimizer(Stepper):
         if self._index.over_world:
             full = self._summed_over_dp(full)
         collectives.all_reduce(full, self.ps.tp_group)
-        rows = full.tolist()  # sync: figures that the host decides on
+        rows = host_values(full)  # sync: figures that the host decides on
         seen = nonfinite or not all(map(math.isfinite, rows[0]))
         told = torch.tensor([seen, *extras], dtype=torch.float64, device=self.ps.device.torch_device)
         collectives.all_reduce(told, self.ps.dp_group)
         collectives.all_reduce(told, self.ps.tp_group)
-        num_seen, *totals = told.tolist()  # sync: as above
+        num_seen, *totals = host_values(told)  # sync: as above
         num_zeros = sum(rows[1]) if count_zero_grads else 0.0
         return ValidationState(tuple(rows[0]), num_zeros, num_seen > 0.0, tuple(totals))
 

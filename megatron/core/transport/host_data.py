@@ -17,7 +17,7 @@ def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
         return [data]
     if group.peers is not None:
         return group.peers.all_gather(data, group)
-    device = _device(group)
+    device = device_of(group)
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
     collectives.all_gather(lengths, torch.tensor([len(data)], device=device), group)
     sizes = lengths.tolist()  # sync: the sizes of host data
@@ -35,9 +35,16 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
     NaN and infinities pass. Keys of mappings become strings, tuples become lists, on every rank alike.
     """
-    return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode(), group)]
+    told = all_gather_bytes(json.dumps(value).encode(), group)
+    if group.peers is None:
+        return [json.loads(data) for data in told]
+    known = {
+        id(data): json.loads(data) for data in {id(data): data for data in told}.values()
+    }  # few speak for many
+    return [known[id(data)] for data in told]
 
 
-def _device(group: Group) -> torch.device:
+def device_of(group: Group) -> torch.device:
     """Where small host data has to be for this group's backend to carry it."""
-    return torch.device("cpu") if group.backend == "gloo" else group.device.torch_device
+    on_host = group.backend == "gloo" or group.peers is not None
+    return torch.device("cpu") if on_host else group.device.torch_device

@@ -2,25 +2,31 @@
 
 Whatever is built for a rank of a world of thousands is built by the code that builds it there, on tensors without
 memory (`Device.imagined`). Collectives give shapes and are counted (`pending.Call`). Only what ranks tell each other
-from host to host has to be true, such as which regions of which parameters they hold: so all ranks of one copy of the
-model run, each in a thread, and wait for each other there. Ranks of other copies say what theirs say.
+from host to host has to be true, such as which regions of which parameters they hold, or the shapes that stages hand
+on: so all ranks of one copy of the model run, each in a thread, one at a time, and wait for each other there. Ranks of
+other copies say what theirs say; later, in steps, tensor parallel ranks say what the first of them says.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from torch import Tensor
+
 from megatron.core.device import Device, imagining
 from megatron.core.transport.parallel_state import Group, ParallelState, imagined_state
+from megatron.core.transport.pending import UNDER_WAY, Imagined
 from megatron.core.transport.rank_grid import RankGrid, WorldPart
 
 _T = TypeVar("_T")
 _Meeting = tuple[str, tuple[int, ...], int]  # purpose, ranks, how many there were before
+_Route = tuple[str, int, int]  # purpose, sender, receiver
 
 
 class WorldEndedError(Exception):
@@ -39,12 +45,23 @@ class ImaginedWorld:
         self.ranks = grid.group("tp-pp", rank)
         self._calls: Counter[tuple[int, str]] = Counter()
         self._told: dict[_Meeting, dict[int, bytes]] = {}
+        self._messages: defaultdict[_Route, deque[Tensor]] = defaultdict(deque)
         self._left: set[int] = set()
         self._failure: BaseException | None = None
-        self._changed = threading.Condition()
+        self._changed = (
+            threading.Condition()
+        )  # whose lock the rank that runs has: torch's meta kernels are not all for threads
+        self._speakers = functools.cache(self._speakers_of)
+
+    def keep_first_of_tp(self) -> None:
+        """From now on one rank of each pipeline stage runs, the first of those that share its layers."""
+        first = self._part.grid.coordinates(self.ranks[0]) | {"tp": 0}
+        self.ranks = self._part.grid.group("pp", self._part.grid.rank(first))
+        self._speakers.cache_clear()
 
     def run(self, body: Callable[[ParallelState], _T]) -> dict[int, _T]:
         """What `body` returns on each rank, by rank. Raises what the first rank to fail has raised."""
+        self._left.clear()
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             each = [pool.submit(contextvars.copy_context().run, self._run, body, rank) for rank in self.ranks]
         if self._failure is not None:
@@ -57,7 +74,7 @@ class ImaginedWorld:
 
     def _run(self, body: Callable[[ParallelState], _T], rank: int) -> _T:
         try:
-            with imagining(self.device):
+            with self._changed, imagining(self.device):
                 return body(self.state(rank))
         except BaseException as error:
             self._failure = self._failure or error
@@ -70,7 +87,7 @@ class ImaginedWorld:
     def all_gather(self, data: bytes, group: Group) -> list[bytes]:
         """`ImaginedPeers`. Raises WorldEndedError."""
         own = group.ranks[group.rank]
-        speakers = [self._speaker(rank) for rank in group.ranks]
+        speakers = self._speakers(group.ranks)
         with self._changed:
             meeting = (group.purpose, group.ranks, self._calls[own, group.purpose])
             self._calls[own, group.purpose] += 1
@@ -85,7 +102,46 @@ class ImaginedWorld:
                 self._changed.wait()
         return [told[rank] for rank in speakers]
 
-    def _speaker(self, rank: int) -> int:
-        """Who says what a rank says."""
-        places, here = self._part.grid.coordinates(rank), self._part.grid.coordinates(self.ranks[0])
-        return self._part.grid.rank({**here, "tp": places["tp"], "pp": places["pp"]})
+    def message(self, op: str, tensor: Tensor, group: Group, place: int) -> Imagined:
+        """`ImaginedPeers`."""
+        if tensor.is_meta:
+            return UNDER_WAY
+        ends = group.ranks[group.rank], group.ranks[place]
+        if op == "receive":
+            return _Receive(self, (group.purpose, *ends[::-1]), tensor)
+        with self._changed:
+            self._messages[group.purpose, *ends].append(tensor.clone())
+            self._changed.notify_all()
+        return UNDER_WAY
+
+    def take(self, route: _Route) -> Tensor:
+        """The next message. Raises WorldEndedError."""
+        purpose, source, target = route
+        with self._changed:
+            while not self._messages[route]:
+                if self._failure is not None or source in self._left:
+                    raise WorldEndedError(f"{purpose}: rank {target} waits for {source}") from self._failure
+                self._changed.wait()
+            return self._messages[route].popleft()
+
+    def _speakers_of(self, ranks: tuple[int, ...]) -> list[int]:
+        """Who says what these ranks say."""
+        grid, here = self._part.grid, set(self.ranks)
+
+        def speaker(rank: int) -> int:
+            places = {**grid.coordinates(self.ranks[0]), "pp": grid.coordinates(rank)["pp"]}
+            own = grid.rank({**places, "tp": grid.coordinates(rank)["tp"]})
+            return own if own in here else grid.rank(places)
+
+        return [speaker(rank) for rank in ranks]
+
+
+class _Receive(Imagined):
+    """Of a message of the host. Waited for by whoever reads it."""
+
+    def __init__(self, world: ImaginedWorld, route: _Route, tensor: Tensor) -> None:
+        super().__init__(False)
+        self._world, self._route, self._tensor = world, route, tensor
+
+    def wait(self) -> None:
+        self._tensor.copy_(self._world.take(self._route))

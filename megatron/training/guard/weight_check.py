@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device import host_values
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.custom_fsdp.squared_sums import all_finite
@@ -48,7 +49,7 @@ class WeightCheck:
         """Return once all ranks have said yes. step: that made the weights. advice: to whom made it. Raises
         NonFiniteWeightsError."""
         self._pending.wait()
-        if self._finite.item():  # sync: whether the step counts
+        if host_values(self._finite, imagined=1.0):  # sync: whether the step counts
             return
         buffer = self._buffer
         weights = ((name, buffer.main_weight_part(name), buffer.weight(name).dtype) for name in buffer.names)

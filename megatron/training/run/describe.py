@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.description import ModelDescription, ModelPiece, renumbered
 from megatron.estimate.observe import ObservedPart, observe
 from megatron.training.config.config import Config
+from megatron.training.report.step_metrics import evaluate_loss, loss_to_differentiate
 from megatron.training.run.build import params_dtype, part_of_model
 
 
@@ -98,7 +100,10 @@ def _forward(config: Config, model: GPTModel) -> Callable[[Tensor | None], Tenso
         if hidden is not None:
             model.set_input_tensor(hidden)
         out: Tensor = model(ids, positions, mask, labels=ids if model.post_process else None)
-        return gpt_loss(loss_mask, out)[0] if model.post_process else out
+        if not model.post_process:
+            return out
+        loss = evaluate_loss(out, functools.partial(gpt_loss, loss_mask))
+        return loss_to_differentiate(loss, config.model.calculate_per_token_loss)
 
     return forward
 

@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.core.device import host_values
 from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
@@ -122,7 +123,7 @@ class ValidatedStepRunner(StepRunner):
         self._undecided = _Undecided(task, divisor, scaler.scale, scaler.state(), numbers)
         scaler.update(False)
         vector = numbers.vector(self.ps, task.flags)
-        own = vector.tolist()  # sync: it travels with the state, from host to host
+        own = host_values(vector)  # sync: it travels with the state, from host to host
         seen = numbers.totals(own, len(task.flags)).nonfinite_microbatches > 0
         return Completed(divisor, seen, tuple(own))
 
