@@ -20,7 +20,7 @@ import pretrain_gpt
 from megatron.core.words import size_text
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
-from megatron.training.run.rehearsal import compared, rehearsed
+from megatron.training.run.rehearse.rehearsal import compared, rehearsed
 
 WAYS, MICROBATCHES = 8 * 16, 32
 FLAGS = (

@@ -273,14 +273,6 @@ def new_generator(where: torch.device, seed: int) -> torch.Generator | None:
     return None if where.type == "meta" else torch.Generator(device=where).manual_seed(seed)
 
 
-def host_values(tensor: Tensor, imagined: float = 0.0) -> Any:
-    """A tensor's numbers on the host, in lists where it has dimensions; it is waited for. imagined: each of them where
-    the tensor has no memory."""
-    if tensor.is_meta:
-        tensor = torch.full(tensor.shape, imagined, dtype=tensor.dtype, device="cpu")
-    return tensor.tolist()
-
-
 LAUNCHES_WORTH = 16
 
 

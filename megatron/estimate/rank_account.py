@@ -2,91 +2,37 @@
 
 The plan's automaton (`RowWalk`) says when weights are gathered and gradients summed; this adds what else there is: the
 activations of pieces, messages, batches, what sums take beside gradients, gradients at rest without memory.
-
-[Note: who has a hidden state] What a stage hands on belongs to whoever still has it: the one that has to send it, or
-whose send is not known to be complete; the one that has received it and not used it; the backward that will read it as
-its input or its output; the W that it is filed for. It is counted once, as a message where only messages have it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
+from megatron.core.pipeline_parallel.plan.held.sends import Key, most_sends, send_completion
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, Use
 from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, Plan, RawOp, W, op_text
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
-from megatron.core.pipeline_parallel.plan.sends import Key, most_sends, send_completion
-from megatron.core.words import size_text
-from megatron.estimate.description import OUTSIDE, ModelPiece
+from megatron.estimate.description import ModelPiece
+from megatron.estimate.hidden_states import (
+    SharedStates,
+    batch_ends,
+    filed_from_outside,
+    is_of,
+    joined,
+    without_zeros,
+)
+from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder, Peak
+from megatron.estimate.rank_parts import HeldMoment, RankParts
 
-MOST_HOLDERS = 10
 _NAMES = {F: "F", B: "B", W: "W", BW: "BW"}
 _SENDS = (ir.SEND_F, ir.SEND_B)
 # What computes, which message brings its input, and to which stage beside its own the result goes.
 _TAKES = {F: (ir.RECV_F, 1), B: (ir.RECV_B, -1), BW: (ir.RECV_B, -1)}
-
-
-class Holder(NamedTuple):
-    """Who holds memory. kind: of bytes. what: the path of a module, or the name of a unit, or of a message."""
-
-    kind: str
-    what: str
-    num_bytes: int
-
-
-class Peak(NamedTuple):
-    """The moment at which a pipeline rank holds the most. operation: by its text. unit: in use, "" where none is known
-    to be. held: bytes by kind. holders: the largest ones."""
-
-    rank: int
-    operation: str
-    unit: str
-    held: Mapping[str, int]
-    holders: tuple[Holder, ...]
-
-    @property
-    def total(self) -> int:
-        return sum(self.held.values())
-
-
-class Moment(NamedTuple):
-    """Behind the operation at `place`, where access is -1; else at the beginning of that access of its computation, or
-    behind the operation at `place` in its middle."""
-
-    place: int
-    access: int
-    held: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.held.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class RankParts:
-    """What an account is made of.
-
-    at_rest: bytes between steps by the tracker's categories. stages: the pieces of each of the rank's stages, in the
-    order of the forward. batch_bytes: of a microbatch's batch, kept for the step; 0 where none is. exchange: what
-    summing a unit takes beside its gradients, by its name, whether over instances, and whether it was summed before in
-    the step. resting: bytes of a unit's gradients at rest that have no memory from a step's beginning to its first sum.
-    slots: by unit whose weights and gradients lie
-    in one of a double buffer, which; what would take one waits until it is free.
-    """
-
-    at_rest: Mapping[str, int]
-    stages: Mapping[int, Sequence[ModelPiece]]
-    batch_bytes: int = 0
-    exchange: Mapping[tuple[str, bool, bool], int] = dataclasses.field(default_factory=dict)
-    resting: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +43,7 @@ class RankAccount:
     rank: int
     row: ir.Row
     at_rest: Mapping[str, int]
-    moments: tuple[Moment, ...]
+    moments: tuple[HeldMoment, ...]
     peak: Peak
 
     @property
@@ -130,35 +76,8 @@ def rank_account(
     return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), walk.peak_moment())
 
 
-class _Shared:
-    """Tensors that stages hand on. See [Note: who has a hidden state]."""
-
-    def __init__(self) -> None:
-        self._holders: dict[Key, set[str]] = {}
-        self._bytes: dict[Key, int] = {}
-
-    def hold(self, key: Key, num_bytes: int, *holders: str) -> None:
-        self._bytes[key] = num_bytes
-        self._holders.setdefault(key, set()).update(holders)
-
-    def let_go(self, key: Key, holder: str) -> None:
-        holders = self._holders.get(key, set())
-        holders.discard(holder)
-        if not holders:
-            self._holders.pop(key, None)
-            self._bytes.pop(key, None)
-
-    def sizes(self) -> tuple[int, int]:
-        """Bytes that activations have, and those that only messages have."""
-        kept = sum(size for key, size in self._bytes.items() if self._holders[key] - _IN_MESSAGES)
-        return kept, sum(self._bytes.values()) - kept
-
-
-_IN_MESSAGES = {"arriving", "leaving", "sent"}
-
-
 class _AccountWalk(RowWalk):
-    """Collects a `Moment` at each boundary."""
+    """Collects a `HeldMoment` at each boundary."""
 
     def __init__(
         self, plan: Plan, rank: int, units: RankUnits, residency: Residency, parts: RankParts
@@ -167,22 +86,22 @@ class _AccountWalk(RowWalk):
         super().__init__(plan.rows[rank], units, lanes, every=True)
         self._plan, self._rank, self._parts = plan, rank, parts
         self._ranks = plan.placement.ranks()
-        self.moments: list[Moment] = []
-        self._whole = {stage: _joined(pieces) for stage, pieces in parts.stages.items()}
+        self.moments: list[HeldMoment] = []
+        self._whole = {stage: joined(pieces) for stage, pieces in parts.stages.items()}
         lasting = sum(piece.lasting_bytes for piece in self._whole.values())
-        self.at_rest = _plain({**parts.at_rest, "activations": lasting})
+        self.at_rest = without_zeros({**parts.at_rest, "activations": lasting})
         self._started = Counter[str]()  # units: how often they were summed
         self._exchanged: dict[int, int] = {}  # by unit, of its sum under way
         # Activations: by (stage, microbatch), what only the stage itself has.
         self._own: Counter[tuple[int, int]] = Counter()
-        self._shared, self._lasting = _Shared(), lasting
+        self._shared, self._lasting = SharedStates(), lasting
         self._filed: dict[tuple[int, int], list[ModelPiece]] = {}
         self._drawn = 0
         # The computation under way: its place, and by access what it has left and what it makes at most.
         self._under: tuple[int, RawOp] | None = None
         self._progress: list[tuple[int, int]] = []
         # Messages
-        self._ends = _batch_ends(self.row)
+        self._ends = batch_ends(self.row)
         self._completed = send_completion(plan, rank)
         self._sends: dict[Key, Key] = {}  # under way, the oldest first: which tensor each carries
         self._proven: list[Key] = []
@@ -190,7 +109,7 @@ class _AccountWalk(RowWalk):
         # The moment with the most, and what it takes to name who had it.
         self._phases: dict[tuple[int, int], str] = {}
         self._most = -1
-        self._fullest: tuple[Moment, dict[tuple[int, int], str], str, list[str]]
+        self._fullest: tuple[HeldMoment, dict[tuple[int, int], str], str, list[str]]
 
     # --- the row
 
@@ -213,7 +132,7 @@ class _AccountWalk(RowWalk):
         if access < 0 and self._under is not None and self._under[0] == place:
             self._end_computation()
         super()._note(place, access, clock)
-        moment = Moment(place, access, self._held(access))
+        moment = HeldMoment(place, access, self._held(access))
         self.moments.append(moment)
         if moment.total > self._most:
             self._most = moment.total
@@ -245,7 +164,7 @@ class _AccountWalk(RowWalk):
         )
         without = sum(parts.resting.get(one.name, 0) for one in units if not self._started[one.name])
         under_way = {unit for _, unit, _ in self.under.entries if isinstance(unit, int)}
-        return _plain(
+        return without_zeros(
             {
                 **parts.at_rest,
                 "main_grads": parts.at_rest.get("main_grads", 0) - without,
@@ -300,7 +219,7 @@ class _AccountWalk(RowWalk):
                 self._progress.append((left, piece.most_bytes[name]))
                 left += piece.left_bytes(name)
         elif ordered:
-            self._progress = [(0, _joined(pieces).most_bytes[name])]
+            self._progress = [(0, joined(pieces).most_bytes[name])]
         else:
             self._progress = []
 
@@ -311,7 +230,7 @@ class _AccountWalk(RowWalk):
         whole, mine = self._whole[stage], (stage, microbatch)
         self._phases[mine] = {F: "kept_bytes", B: "filed_bytes"}.get(kind, "")
         ends, shared = whole.ends, self._shared
-        back = _filed_from_outside(whole)
+        back = filed_from_outside(whole)
         first, last = stage == 0, stage == len(self._ranks) - 1
         given, made = (ir.RECV_F, stage, microbatch), (ir.RECV_F, stage + 1, microbatch)
         grad, handed_back = (ir.RECV_B, stage, microbatch), (ir.RECV_B, stage - 1, microbatch)
@@ -346,7 +265,7 @@ class _AccountWalk(RowWalk):
             done = left if op[4] < 0 else self._of_units(op, left)
             self._filed[mine] = left = [piece for piece in left if piece not in done]
             if left:
-                self._own[mine] -= sum(_own_filed(piece) for piece in done)
+                self._own[mine] -= sum(piece.filed_bytes for piece in done)
                 return
             self._own[mine] = 0
             shared.let_go(grad, f"B{mine}")
@@ -357,7 +276,7 @@ class _AccountWalk(RowWalk):
     def _of_units(self, op: RawOp, pieces: Sequence[ModelPiece]) -> list[ModelPiece]:
         """Pieces of the units that a W in parts is of."""
         names = [one.name for one in self.units.stages[op[1]].units[op[4] : op[5]]]
-        return [piece for piece in pieces if any(_is_of(piece, name) for name in names)]
+        return [piece for piece in pieces if any(is_of(piece, name) for name in names)]
 
     def _way(self, stage: int) -> str:
         """How what goes to a stage is held: by who sends it, or straight by the other stage."""
@@ -416,70 +335,15 @@ class _AccountWalk(RowWalk):
         for kind in ("activations", "gathered"):
             rest.pop(kind, None)
         found += Counter({(kind, ""): size for kind, size in rest.items()})
-        holders = sorted((Holder(*key, size) for key, size in found.items()), key=lambda one: -one.num_bytes)
+        holders = sorted(
+            (MemoryHolder(*key, size) for key, size in found.items()), key=lambda one: -one.num_bytes
+        )
         where = op_text(self._under_at(moment))
         return Peak(self._rank, where, unit, moment.held, tuple(holders[:MOST_HOLDERS]))
 
-    def _under_at(self, moment: Moment) -> RawOp:
+    def _under_at(self, moment: HeldMoment) -> RawOp:
         """The operation that a moment belongs to: of one in the middle of a computation that computation."""
         place = moment.place
         while moment.access >= 0 and not IS_COMPUTE[self.row[place][0]]:
             place += 1
         return self.row[place]
-
-
-def peak_lines(peak: Peak) -> list[str]:
-    """What page, log and errors say of a peak."""
-    kinds = ", ".join(
-        f"{kind} {size_text(size)}" for kind, size in sorted(peak.held.items(), key=lambda one: -one[1])
-    )
-    where = f"{peak.operation}, {peak.unit}" if peak.unit else peak.operation
-    lines = [f"pipeline rank {peak.rank} holds the most in {where}: {size_text(peak.total)} ({kinds})"]
-    for kind, what, num_bytes in peak.holders:
-        lines.append(f"  {size_text(num_bytes)} {kind}{f' of {what}' if what else ''}")
-    return lines
-
-
-def peak_json(peak: Peak) -> dict[str, Any]:
-    """The same as plain data."""
-    holders = [holder._asdict() for holder in peak.holders]
-    return {"operation": peak.operation, "unit": peak.unit, "by_kind": dict(peak.held), "holders": holders}
-
-
-def _joined(pieces: Sequence[ModelPiece]) -> ModelPiece:
-    return functools.reduce(ModelPiece.then, pieces)
-
-
-def _plain(held: Mapping[str, int]) -> dict[str, int]:
-    """Without what is nothing."""
-    return {kind: size for kind, size in held.items() if size}
-
-
-def _filed_from_outside(piece: ModelPiece) -> int:
-    """What B files of the gradient that it was handed."""
-    return piece.modules[OUTSIDE].filed_bytes if OUTSIDE in piece.modules else 0
-
-
-def _own_filed(piece: ModelPiece) -> int:
-    return piece.filed_bytes
-
-
-def _is_of(piece: ModelPiece, unit: str) -> bool:
-    """Whether a piece is of a unit, by its modules' paths."""
-    return any(path == unit or path.startswith(f"{unit}.") for path in piece.modules)
-
-
-def _batch_ends(row: ir.Row) -> dict[int, tuple[int, ...]]:
-    """Transfers that are posted together: by the last, all of them. What belongs to accesses of the next computation
-    may stand between them (`compile_row`)."""
-    batches: list[list[int]] = []
-    open_one = False
-    for place, op in enumerate(row):
-        if ir.IS_TRANSFER[op[0]]:
-            if not open_one:
-                batches.append([])
-            batches[-1].append(place)
-            open_one = True
-        elif not (ir.IS_BESIDE[op[0]] and op[3]):
-            open_one = False
-    return {batch[-1]: tuple(batch) for batch in batches}

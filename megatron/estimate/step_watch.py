@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.memory_tracker import PERSISTENT, MemoryTracker
-from megatron.estimate.rank_account import MOST_HOLDERS, Holder
+from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder
 from megatron.estimate.watch import StorageWatch, place_of, tensors_in
 
 # Paths, in place of modules', of what is no module: who carries messages, gives batches, adds up figures, and the
@@ -94,7 +94,7 @@ class StepWatch(StorageWatch):
     def begin(self) -> None:
         """A step begins."""
         self.seen: list[Seen] = []
-        self.peak, self.holders = Seen("", {}), list[Holder]()
+        self.peak, self.holders = Seen("", {}), list[MemoryHolder]()
         self._most = -1
 
     @contextlib.contextmanager
@@ -166,7 +166,8 @@ class StepWatch(StorageWatch):
     def name_holders(self) -> None:
         """Who had most at the peak."""
         sizes = [
-            Holder(_kind_of(path)[1:] or "activations", path, size) for path, size in self._fullest.items()
+            MemoryHolder(_kind_of(path)[1:] or "activations", path, size)
+            for path, size in self._fullest.items()
         ]
         known = [one for one in sizes if one.kind not in ("figures", "engine")]
         self.holders = sorted(known, key=lambda one: -one.num_bytes)[:MOST_HOLDERS]

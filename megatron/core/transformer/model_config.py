@@ -194,6 +194,11 @@ class TransformerConfig:
     moe_token_drop_policy: Literal["probs", "position"] = arg(
         "probs", "whom a full expert takes: those that weigh most, or the earliest"
     )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = arg(
+        "allgather",
+        "how tokens come to experts on other ranks: all of them are gathered, or each is sent to where its experts are "
+        "(flex: as alltoall)",
+    )
     moe_grouped_gemm: bool = arg(False, "the products of a layer's experts as one kernel, where there is one")
     moe_per_layer_logging: bool = arg(False, "numbers of experts in the record by layer, too")
     # Dropout and initial weights
@@ -228,6 +233,12 @@ class TransformerConfig:
         None, "layers per recomputed chunk (uniform), or recomputed layers (block)", unit="layers"
     )
     recompute_modules: tuple[str, ...] = arg(("core_attn",), "what selective recompute drops")
+    keep_activation_output: bool = arg(
+        False,
+        "keep what the MLP's activation function gives, instead of computing it again in the backward: faster where "
+        "kernels are short, with the MLP's width more a token and layer to keep",
+        ours=True,
+    )
     recompute_activations: bool = arg(False, "short for --recompute-granularity selective")
 
     def resolved(self) -> "TransformerConfig":

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
@@ -42,6 +43,14 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
         id(data): json.loads(data) for data in {id(data): data for data in told}.values()
     }  # few speak for many
     return [known[id(data)] for data in told]
+
+
+def host_values(tensor: Tensor, imagined: float = 0.0) -> Any:
+    """A tensor's numbers on the host, in lists where it has dimensions; it is waited for. imagined: each of them where
+    the tensor has no memory."""
+    if tensor.is_meta:
+        tensor = torch.full(tensor.shape, imagined, dtype=tensor.dtype, device="cpu")
+    return tensor.tolist()
 
 
 def device_of(group: Group) -> torch.device:

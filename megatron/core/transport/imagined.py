@@ -22,9 +22,10 @@ from torch import Tensor
 from megatron.core.device import Device, imagining
 from megatron.core.transport.parallel_state import Group, ParallelState, imagined_state
 from megatron.core.transport.pending import UNDER_WAY, Imagined
-from megatron.core.transport.rank_grid import RankGrid, WorldPart
+from megatron.core.transport.rank_grid import PURPOSES, WorldPart
 
 _T = TypeVar("_T")
+_OF_A_COPY = [purpose for purpose in PURPOSES if purpose.name in ("mp", "expert_mp")]
 _Meeting = tuple[str, tuple[int, ...], int]  # purpose, ranks, how many there were before
 _Route = tuple[str, int, int]  # purpose, sender, receiver
 
@@ -34,30 +35,33 @@ class WorldEndedError(Exception):
 
 
 class ImaginedWorld:
-    """`ImaginedPeers` of all ranks that share a copy of the model with `rank`. device: what every rank computes on.
+    """`ImaginedPeers` of all ranks that share a copy of the model with `rank`, dense layers and experts.
 
-    instances: of the distributed optimizer. Raises RankGridError when they do not divide dp.
+    part: the whole world. device: what every rank computes on. Raises RankGridError where its grids do not fit.
     """
 
-    def __init__(self, grid: RankGrid, device: Device, *, rank: int = 0, instances: int = 1) -> None:
+    def __init__(self, part: WorldPart, device: Device, *, rank: int = 0) -> None:
         assert device.imagined, f"ranks of an imagined world on {device}"
-        self._part, self.device = WorldPart(tuple(range(grid.world_size)), grid, instances), device
-        self.ranks = grid.group("tp-pp", rank)
+        self._part, self.device = part, device
+        self.ranks = _of_a_copy(part, rank)
+        self._speakers = {self._places(one): one for one in reversed(self.ranks)}
         self._calls: Counter[tuple[int, str]] = Counter()
         self._told: dict[_Meeting, dict[int, bytes]] = {}
         self._messages: defaultdict[_Route, deque[Tensor]] = defaultdict(deque)
         self._left: set[int] = set()
         self._failure: BaseException | None = None
-        self._changed = (
-            threading.Condition()
-        )  # whose lock the rank that runs has: torch's meta kernels are not all for threads
-        self._speakers = functools.cache(self._speakers_of)
+        # Whose lock the rank that runs has: not all of torch's kernels without memory are for threads.
+        self._changed = threading.Condition()
+        self._speaking = functools.cache(self._speakers_for)
 
-    def keep_first_of_tp(self) -> None:
-        """From now on one rank of each pipeline stage runs, the first of those that share its layers."""
-        first = self._part.grid.coordinates(self.ranks[0]) | {"tp": 0}
-        self.ranks = self._part.grid.group("pp", self._part.grid.rank(first))
-        self._speakers.cache_clear()
+    def keep_one_a_stage(self) -> None:
+        """From now on one rank of each pipeline stage runs, and speaks for all that have a part of it."""
+        grid = self._part.grid
+        first = {**grid.coordinates(self.ranks[0]), "tp": 0}
+        self.ranks = tuple(grid.group("pp", grid.rank(first)))
+        by_stage = {grid.coordinates(rank)["pp"]: rank for rank in self.ranks}
+        self._speakers = {places: by_stage[places[0]] for places in self._speakers}
+        self._speaking.cache_clear()
 
     def run(self, body: Callable[[ParallelState], _T]) -> dict[int, _T]:
         """What `body` returns on each rank, by rank. Raises what the first rank to fail has raised."""
@@ -87,7 +91,7 @@ class ImaginedWorld:
     def all_gather(self, data: bytes, group: Group) -> list[bytes]:
         """`ImaginedPeers`. Raises WorldEndedError."""
         own = group.ranks[group.rank]
-        speakers = self._speakers(group.ranks)
+        speakers = self._speaking(group.ranks)
         with self._changed:
             meeting = (group.purpose, group.ranks, self._calls[own, group.purpose])
             self._calls[own, group.purpose] += 1
@@ -108,7 +112,7 @@ class ImaginedWorld:
             return UNDER_WAY
         ends = group.ranks[group.rank], group.ranks[place]
         if op == "receive":
-            return _Receive(self, (group.purpose, *ends[::-1]), tensor)
+            return _HostMessage(self, (group.purpose, *ends[::-1]), tensor)
         with self._changed:
             self._messages[group.purpose, *ends].append(tensor.clone())
             self._changed.notify_all()
@@ -124,19 +128,18 @@ class ImaginedWorld:
                 self._changed.wait()
             return self._messages[route].popleft()
 
-    def _speakers_of(self, ranks: tuple[int, ...]) -> list[int]:
+    def _speakers_for(self, ranks: tuple[int, ...]) -> list[int]:
         """Who says what these ranks say."""
-        grid, here = self._part.grid, set(self.ranks)
+        return [self._speakers[self._places(rank)] for rank in ranks]
 
-        def speaker(rank: int) -> int:
-            places = {**grid.coordinates(self.ranks[0]), "pp": grid.coordinates(rank)["pp"]}
-            own = grid.rank({**places, "tp": grid.coordinates(rank)["tp"]})
-            return own if own in here else grid.rank(places)
+    def _places(self, rank: int) -> tuple[int, ...]:
+        """Which part of the model a rank holds."""
+        dense, experts = self._part.grid, self._part.experts or self._part.grid
+        of_dense, of_experts = dense.coordinates(rank), experts.coordinates(rank)
+        return of_dense["pp"], of_dense["tp"], of_experts["tp"], of_experts["ep"]
 
-        return [speaker(rank) for rank in ranks]
 
-
-class _Receive(Imagined):
+class _HostMessage(Imagined):
     """Of a message of the host. Waited for by whoever reads it."""
 
     def __init__(self, world: ImaginedWorld, route: _Route, tensor: Tensor) -> None:
@@ -145,3 +148,14 @@ class _Receive(Imagined):
 
     def wait(self) -> None:
         self._tensor.copy_(self._world.take(self._route))
+
+
+def _of_a_copy(part: WorldPart, rank: int) -> tuple[int, ...]:
+    """Ranks that hold, in every combination, the parts of a model."""
+    found, new = set[int](), {rank}
+    while new:
+        found |= new
+        new = {
+            other for one in new for purpose in _OF_A_COPY for other in part.own_ranks(purpose, one)
+        } - found
+    return tuple(sorted(found))

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device import host_values
 from megatron.core.module import LayerCounts, ModelError
 from megatron.core.transformer.experts.counted import Counted
 from megatron.core.transport import collectives, host_data
+from megatron.core.transport.host_data import host_values
 from megatron.core.transport.parallel_state import ParallelState
 
 LossFunc = Callable[[Tensor], tuple[Any, ...]]

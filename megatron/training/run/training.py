@@ -44,7 +44,7 @@ from megatron.training.run.build import ModelProvider, UnsplittableError, build_
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
-from megatron.training.run.rehearsal import rehearse
+from megatron.training.run.rehearse.rehearsal import rehearse
 from megatron.training.run.session import initialize
 
 _ERRORS = {

@@ -17,10 +17,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.core.device import host_values
 from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
+from megatron.core.transport.host_data import host_values
 from megatron.training.guard.nan_policy import StepAction, Verdict
 from megatron.training.guard.weight_check import WeightCheck
 from megatron.training.report.step_metrics import StepMetrics, Totals

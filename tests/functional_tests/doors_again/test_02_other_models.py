@@ -28,6 +28,8 @@ MEANINGLESS = {
     "moe_expert_capacity_factor": "how many tokens find room, whatever the weights",
     "moe_token_drop_policy": "which tokens find room, whatever the weights",
     "moe_grouped_gemm": "the same mathematics",
+    "moe_token_dispatcher_type": "the same mathematics",
+    "keep_activation_output": "the same activations, kept or computed again",
     "moe_per_layer_logging": "of the record alone",
     "attention_dropout": "of training alone",
     "hidden_dropout": "of training alone",
@@ -111,6 +113,7 @@ def problems_of(capfd, *words):
     return [(problem["rule"], problem["message"]) for problem in problems]
 
 
+@pytest.mark.grid
 def test_a_run_with_another_base_of_rotation_is_refused_and_finetune_says_so(tmp_path, monkeypatch, capfd):
     launch.ok(launch.run_forked([*ROPE, "--exit-interval", "2"], cwd=tmp_path))
     other = [*ROPE, "--rotary-base", "500000", "--norm-epsilon", "1e-6"]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.held.sends import Key, send_completion
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp, op_text
-from megatron.core.pipeline_parallel.plan.sends import Key, send_completion
 from megatron.core.pipeline_parallel.post_validation.state import Go, Validation, rollback_ops
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     Crossing,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan.held.sends import Key, most_sends
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
-from megatron.core.pipeline_parallel.plan.sends import Key, most_sends
 from megatron.core.transport.collectives import Pending
 from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError

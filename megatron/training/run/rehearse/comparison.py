@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import size_text
 from megatron.estimate.description import ModelDescription
-from megatron.estimate.rank_account import RankAccount, RankParts, rank_account
+from megatron.estimate.rank_account import RankAccount, rank_account
+from megatron.estimate.rank_parts import RankParts
 from megatron.estimate.step_watch import Seen
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine

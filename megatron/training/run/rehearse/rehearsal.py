@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.parallel_state import ParallelState, single_process
 from megatron.core.words import counted, size_text
-from megatron.estimate.rank_account import Holder, Peak, peak_lines
+from megatron.estimate.peak import MemoryHolder, Peak, peak_lines
 from megatron.estimate.step_watch import BATCHES, ENGINE, FIGURES, MESSAGES, Seen, StepWatch
 from megatron.training import global_vars
 from megatron.training.config.config import Config
@@ -48,7 +48,7 @@ from megatron.training.run.describe import described_model
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.pipeline_memory import settle
-from megatron.training.run.rehearsal_account import account_of, differences, parts_of
+from megatron.training.run.rehearse.comparison import account_of, differences, parts_of
 from megatron.training.run.session import new_timers, with_vocabulary
 from megatron.training.run.step import StepRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
@@ -87,7 +87,7 @@ class RehearsedRank:
     at_rest: Mapping[str, int]
     seen: tuple[Seen, ...]
     peak: Seen
-    holders: tuple[Holder, ...]
+    holders: tuple[MemoryHolder, ...]
     cpu_s: float
 
     @property
@@ -137,8 +137,8 @@ def rehearsed(
     Raises whatever a run would.
     """
     world = imagined_world(config, rank)
-    built = world.run(lambda ps: _Rank(config, ps, model_provider))
-    world.keep_first_of_tp()
+    built = world.run(lambda ps: _BuiltRank(config, ps, model_provider))
+    world.keep_one_a_stage()
     found = world.run(lambda ps: built[ps.rank].run(forward_step))
     return sorted(found.values(), key=lambda one: one.pp_rank)
 
@@ -159,10 +159,10 @@ def steps_of(
     config: Config, ps: ParallelState, model_provider: ModelProvider, forward_step: ForwardStep
 ) -> RehearsedRank:
     """The same steps by a rank that is there, or is one of an imagined world."""
-    return _Rank(config, ps, model_provider).run(forward_step)
+    return _BuiltRank(config, ps, model_provider).run(forward_step)
 
 
-class _Rank:
+class _BuiltRank:
     """One that has been built."""
 
     def __init__(self, config: Config, ps: ParallelState, model_provider: ModelProvider) -> None:
