@@ -27,7 +27,7 @@ def parts_of(
     for stage in spec.local_stages(ps.pp_rank):
         one = spec.stages[stage]
         chunks = config.model.recompute_chunks(len(one.layers))
-        stages[stage] = description.pieces(one.layers, chunks, embeds=one.embedding, ends=one.loss)
+        stages[stage] = description.stage_pieces(one.layers, chunks, embeds=one.embedding, ends=one.loss)
     reductions, names = model.reductions, [unit.name for unit in model.units]
     exchange = {
         (name, outer, again): reductions.exchange_bytes(number, outer=outer, again=again)

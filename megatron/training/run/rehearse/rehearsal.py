@@ -44,7 +44,7 @@ from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import ForwardStep, StepMetrics
 from megatron.training.run.build import ModelProvider, build_engine, imagined_world
 from megatron.training.run.data import StepBatches
-from megatron.training.run.describe import described_model
+from megatron.training.run.describe import described, described_model
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.pipeline_memory import settle
@@ -136,6 +136,7 @@ def rehearsed(
 
     Raises whatever a run would.
     """
+    config = described(config)
     world = imagined_world(config, rank)
     built = world.run(lambda ps: _BuiltRank(config, ps, model_provider))
     world.keep_one_a_stage()
