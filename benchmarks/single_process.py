@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plain_gpt import PlainTrainer, copy_weights, set_schedule
+from benchmarks.plain_gpt import PlainGPT, PlainTrainer, copy_weights, set_schedule
 from megatron.core.device import Device
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -55,9 +55,10 @@ class Trainer(Protocol):
 
 
 class OurTrainer:
-    """GPTModel over the flat buffer and the optimizer of the trainer, in a data parallel world of one."""
+    """GPTModel over the flat buffer and the optimizer of the trainer, in a data parallel world of one. model: further
+    settings of it."""
 
-    def __init__(self, shape: dict[str, int], dtype: torch.dtype) -> None:
+    def __init__(self, shape: dict[str, int], dtype: torch.dtype, **model: Any) -> None:
         config = TransformerConfig(
             num_layers=shape["layers"],
             hidden_size=shape["hidden"],
@@ -66,6 +67,7 @@ class OurTrainer:
             max_position_embeddings=shape["seq"],
             attention_dropout=0.0,
             hidden_dropout=0.0,
+            **model,
         ).resolved()
         optimizer = OptimizerConfig(
             lr=3e-4, weight_decay=0.1, adam_beta2=0.95, bf16=dtype == torch.bfloat16, clip_grad=1.0
@@ -80,6 +82,12 @@ class OurTrainer:
         set_schedule(self.optimizer.param_groups, optimizer.lr, optimizer.weight_decay)
 
     def step(self, batches: Batches) -> float:
+        loss = self.gradients(batches)
+        self.update(len(batches))
+        return loss
+
+    def gradients(self, batches: Batches) -> float:
+        """Forward and backward; the mean loss."""
         total = 0.0
         positions = torch.arange(batches[0][0].shape[1]).expand_as(batches[0][0])
         self.model.begin_step(len(batches))
@@ -91,10 +99,13 @@ class OurTrainer:
             loss.backward()
             total += loss.item() / len(batches)
         self.model.finish()
-        divisor = float(len(batches))
+        return total
+
+    def update(self, num_microbatches: int = 1) -> None:
+        """Clip, and one step of the optimizer."""
+        divisor = float(num_microbatches)
         stats = self.optimizer.prepare(divisor)
         self.optimizer.step(divisor, clip_coefficient(stats.norm, 1.0))
-        return total
 
 
 def make_batches(micro_batch: int, args: argparse.Namespace) -> Batches:
@@ -113,9 +124,10 @@ def timed(trainer: Trainer, batches: Batches) -> tuple[float, float, float]:
 def time_case(dtype: str, micro_batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Interleaved steps of both; medians and the median ratio of the pairs."""
     batches = make_batches(micro_batch, args)
-    ours, plain = OurTrainer(shape_of(args), DTYPES[dtype]), PlainTrainer(shape_of(args), DTYPES[dtype])
+    shape = shape_of(args)
+    ours, plain = OurTrainer(shape, DTYPES[dtype]), PlainTrainer(PlainGPT(**shape), DTYPES[dtype])
     weights = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
-    copy_weights(weights, plain.model, shape_of(args)["heads"])
+    copy_weights(weights, plain.model, shape["heads"])
     trainers: dict[str, Trainer] = {"ours": ours, "plain": plain}
     losses = {name: timed(trainer, batches)[0] for name, trainer in trainers.items()}  # warm-up
     tolerance = 1e-4 if dtype == "fp32" else 2e-2
@@ -146,8 +158,9 @@ def measure_memory(args: argparse.Namespace) -> None:
     batches = make_batches(args.micro_batch[0], args)
     torch.randn(64, 64) @ torch.randn(64, 64)
     before = resident_bytes("VmRSS")
-    kind = OurTrainer if args.memory_of == "ours" else PlainTrainer
-    trainer = kind(shape_of(args), DTYPES[args.dtypes[0]])
+    shape, dtype = shape_of(args), DTYPES[args.dtypes[0]]
+    trainer: Trainer
+    trainer = OurTrainer(shape, dtype) if args.memory_of == "ours" else PlainTrainer(PlainGPT(**shape), dtype)
     trainer.step(batches)
     Path("/proc/self/clear_refs").write_text(
         "5"

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plain_gpt import PlainTrainer
+from benchmarks.plain_gpt import PlainGPT, PlainTrainer
 from benchmarks.single_process import DTYPES, OurTrainer, make_batches, shape_of
 from megatron.core.words import column, decimal
 
@@ -146,7 +146,8 @@ def counts(contestant: Contestant, hidden: int, seq: int, dtype: torch.dtype) ->
     """Of one layer and microbatch: autograd's nodes and Python's Functions; of the whole step: calls of ATen."""
     trainer = contestant.trainer
     ours = isinstance(trainer, OurTrainer)
-    layer = trainer.gpt.decoder.layers["0"] if isinstance(trainer, OurTrainer) else trainer.model.blocks[0]
+    name = "decoder.layers.0" if ours else "blocks.0"
+    layer = (trainer.gpt if isinstance(trainer, OurTrainer) else trainer.model).get_submodule(name)
     x = torch.randn(seq, 1, hidden) if ours else torch.randn(1, seq, hidden)
     x = (x.to(dtype) if ours else x).requires_grad_()
     nodes, functions = nodes_behind(layer(x), x)
@@ -159,7 +160,7 @@ def profile(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     batches = make_batches(args.micro_batch, args)
     pair = {
         "ours": Contestant(OurTrainer(shape, DTYPES[dtype]), batches),
-        "plain": Contestant(PlainTrainer(shape, DTYPES[dtype]), batches),
+        "plain": Contestant(PlainTrainer(PlainGPT(**shape), DTYPES[dtype]), batches),
     }
     for step in range(args.steps):
         for name in ("ours", "plain") if step % 2 else ("plain", "ours"):
