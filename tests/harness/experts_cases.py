@@ -74,14 +74,18 @@ class ExpertsCase(Case):
         words += DROPPING[self.dropping].split()
         words += ["--calculate-per-token-loss"] if self.per_token else []
         words += [] if self.tied else ["--untie-embeddings-and-output-weights"]
-        if self.recompute in ("1", "2"):
-            words += "--recompute-granularity full --recompute-method uniform --recompute-num-layers".split()
-            return [*words, self.recompute]
-        modules = [] if self.recompute == "none" else self.recompute.split("+")
-        return [
-            *words,
-            *(["--recompute-granularity", "selective", "--recompute-modules", *modules] if modules else []),
-        ]
+        if self.recompute == "full":
+            words += (
+                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+            )
+        elif self.recompute != "none":
+            words += [
+                "--recompute-granularity",
+                "selective",
+                "--recompute-modules",
+                *self.recompute.split("+"),
+            ]
+        return words
 
 
 def possible_cases() -> Iterator[ExpertsCase]:

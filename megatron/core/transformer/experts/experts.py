@@ -124,7 +124,7 @@ class _Experts(NamedTuple):
         if fc1.bias is not None:
             wide += _by_row(fc1.bias, ends)
         each = weights.unsqueeze(1)
-        inner = in_dtype(experts.activation.forward(wide) * each, wide.dtype)  # [rows, f/tp]
+        inner = experts.activation.forward(wide).mul_(each)  # [rows, f/tp]
         out = self._product(inner, fc2.weight.transpose(1, 2))  # {+tp}[rows, h]
         if fc2.bias is not None and tp.rank == 0:  # the sum over tp has it once
             out += in_dtype(_by_row(fc2.bias, ends) * each, out.dtype)
@@ -139,15 +139,15 @@ class _Experts(NamedTuple):
         each = weights.unsqueeze(1)
         d = mappings.gather_sequence(in_dtype(dy, weight2.dtype).flatten(0, 1), tp)  # [s b, h]
         d = d.index_select(0, tokens)  # [rows, h]
-        dinner, inner = self._product(d, weight2), activation.forward(wide)  # [rows, f/tp]
+        dinner, (inner, of_inner) = self._product(d, weight2), activation.again(wide)  # [rows, f/tp]
         dweights = (dinner * inner).sum(-1, dtype=weights.dtype)  # {+tp}[rows]
         if bias2 is not None:
             if tp.rank == 0:
                 dweights += (d * _by_row(bias2, ends)).sum(-1, dtype=weights.dtype)
             fc2.put_bias(in_dtype(d * each, d.dtype), ends)
-        fc2.put_weight(in_dtype(inner * each, wide.dtype), d, ends)
-        d = activation.backward(wide, in_dtype(dinner * each, wide.dtype))  # gated [rows, 2 f/tp]
-        del dinner, inner
+        fc2.put_weight(inner.mul_(each), d, ends)
+        d = of_inner(dinner.mul_(each))  # gated [rows, 2 f/tp]
+        del dinner, inner, of_inner
         shard = mappings.SequenceShard(of_x, tp) if len(of_x) < len(self.routes.begins) else of_x
         rows = _Rows(shard, tokens)
         if weight1.requires_grad and not fc1.sink.deferring:
