@@ -224,7 +224,7 @@ def memory() -> str:
     work = Work(
         1,
         SHAPE["layers"],
-        2,
+        1,
         *(SHAPE[name] for name in ("hidden", "heads", "seq", "vocab")),
         micro_batch=MICRO_BATCH,
         flags=tuple(FLAGS.split()),
@@ -243,9 +243,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(memory(), flush=True)
+    if args.memory:
+        print(memory())
+        return
     results = []
-    for dtype in args.dtypes if not args.memory else ():
+    for dtype in args.dtypes:
         for name in args.against:
             results.append(compare(name, dtype, args.rounds))
             print(text_of(results[-1]), flush=True)

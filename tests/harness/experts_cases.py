@@ -69,23 +69,21 @@ class ExpertsCase(Case):
 
     @property
     def words(self) -> list[str]:
-        """Flags of the model beside its layers."""
+        """Flags of the model, beside its layers."""
         words = ["--num-experts", "4", "--moe-ffn-hidden-size", "24", *ROUTERS[self.router].split()]
         words += DROPPING[self.dropping].split()
         words += ["--calculate-per-token-loss"] if self.per_token else []
         words += [] if self.tied else ["--untie-embeddings-and-output-weights"]
-        if self.recompute == "full":
-            words += (
-                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-            )
-        elif self.recompute != "none":
-            words += [
-                "--recompute-granularity",
-                "selective",
-                "--recompute-modules",
-                *self.recompute.split("+"),
-            ]
         return words
+
+    @property
+    def recompute_words(self) -> list[str]:
+        """Flags that change no number."""
+        if self.recompute == "full":
+            return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+        if self.recompute == "none":
+            return []
+        return ["--recompute-granularity", "selective", "--recompute-modules", *self.recompute.split("+")]
 
 
 def possible_cases() -> Iterator[ExpertsCase]:

@@ -15,7 +15,7 @@ product, and nothing is gathered a second time (`WeightGradSink.keeps_gathered`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -37,8 +37,8 @@ class Activation(Protocol):
 
     def forward(self, x: Tensor) -> Tensor: ...
 
-    def again(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """(the output once more; dy at the output -> dx, of the shape of x, which may overwrite dy)."""
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Gradient at x of dy at the output, of the shape of x; may overwrite dy."""
         ...
 
 
@@ -121,9 +121,8 @@ class _RowLinear(NamedTuple):
         (x, weight), activation = kept, self.activation
         dy = mappings.gather_sequence(dy, self.route.tp)
         dx = product(dy, weight)
-        activated, of_activated = (x, None) if activation is None else activation.again(x)
-        put_linear(self.route, activated, dy, *self[:2])
-        return (dx if of_activated is None else of_activated(dx),)
+        put_linear(self.route, x if activation is None else activation.forward(x), dy, *self[:2])
+        return (dx if activation is None else activation.backward(x, dx),)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **route: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activations of the MLP as pairs of functions: forward, and what the backward needs, from the input alone.
+"""Activations of the MLP as pairs of functions: forward, and backward from the input alone.
 
 Gated ones (arXiv 2002.05202) take [..., 2 f], the gate half then the up half, and return [..., f]; others keep the
 shape. Squared ReLU: arXiv 2109.08668.
@@ -24,14 +24,14 @@ _GELU_TANH = functools.partial(_GELU[0], approximate="tanh"), functools.partial(
 
 
 class MlpActivation(NamedTuple):
-    """forward(x) -> y. again(x) -> (y once more; dy -> dx, of the shape of x, which writes to dy, too)."""
+    """forward(x); backward(x, dy) -> dx, of the shape of x, which writes to dy, too."""
 
     forward: Elementwise
-    again: Callable[[Tensor], tuple[Tensor, Elementwise]]
+    backward: Callable[[Tensor, Tensor], Tensor]
 
 
 def _plain(forward: Elementwise, derivative: Derivative) -> MlpActivation:
-    return MlpActivation(forward, lambda x: (forward(x), lambda dy: derivative(dy, x, grad_input=dy)))
+    return MlpActivation(forward, lambda x, dy: derivative(dy, x, grad_input=dy))
 
 
 def _gated(forward: Elementwise, derivative: Derivative) -> MlpActivation:
@@ -41,20 +41,15 @@ def _gated(forward: Elementwise, derivative: Derivative) -> MlpActivation:
         gate, up = x.chunk(2, dim=-1)
         return forward(gate).mul_(up)
 
-    def again(x: Tensor) -> tuple[Tensor, Elementwise]:
+    def gated_backward(x: Tensor, dy: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        activated = forward(gate)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, dim=-1)
+        torch.mul(forward(gate), dy, out=dup)
+        derivative(dy.mul_(up), gate, grad_input=dgate)
+        return dx
 
-        def backward(dy: Tensor) -> Tensor:
-            dx = torch.empty_like(x)
-            dgate, dup = dx.chunk(2, dim=-1)
-            torch.mul(activated, dy, out=dup)
-            derivative(dy.mul_(up), gate, grad_input=dgate)
-            return dx
-
-        return activated * up, backward
-
-    return MlpActivation(gated_forward, again)
+    return MlpActivation(gated_forward, gated_backward)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:

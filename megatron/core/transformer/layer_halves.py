@@ -128,10 +128,9 @@ class MlpHalf:
         d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout)  # [s/tp b, h]
         d = gather_sequence(d, self.fc2.route.tp)  # [s b, h]
         dwide = product(d, weight2)  # [s b, f/tp]
-        inner, of_inner = self.activation.again(wide)
-        put_linear(self.fc2.route, inner, d, weight2, bias2)
-        d = of_inner(dwide)  # gated [s b, 2 f/tp]
-        del dwide, inner, of_inner
+        put_linear(self.fc2.route, self.activation.forward(wide), d, weight2, bias2)
+        d = self.activation.backward(wide, dwide)  # gated [s b, 2 f/tp]
+        del dwide
         dnorm, pending, y = column_dgrad(d, of_y, weight1, self.fc1.route)  # [s/tp b, h]
         put_linear(self.fc1.route, y, d, weight1, bias1)
         if pending is not None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from megatron.core.device import elements_at_a_time
 from megatron.core.param_meta import InitKind
 from megatron.core.protocols import Operand
 from megatron.core.rectangles import Dims
@@ -35,6 +36,8 @@ from megatron.core.transformer.experts.routing import Routes
 from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import in_dtype
+
+_WIDENED_ELEMENTS = 1 << 16  # of a temporary in fp32 on CPU: a third of the time that all rows at once take
 
 
 class ExpertLinear(SinkModule):
@@ -124,7 +127,7 @@ class _Experts(NamedTuple):
         if fc1.bias is not None:
             wide += _by_row(fc1.bias, ends)
         each = weights.unsqueeze(1)
-        inner = experts.activation.forward(wide).mul_(each)  # [rows, f/tp]
+        inner = _weigh(experts.activation.forward(wide), each)  # [rows, f/tp]
         out = self._product(inner, fc2.weight.transpose(1, 2))  # {+tp}[rows, h]
         if fc2.bias is not None and tp.rank == 0:  # the sum over tp has it once
             out += in_dtype(_by_row(fc2.bias, ends) * each, out.dtype)
@@ -139,15 +142,15 @@ class _Experts(NamedTuple):
         each = weights.unsqueeze(1)
         d = mappings.gather_sequence(in_dtype(dy, weight2.dtype).flatten(0, 1), tp)  # [s b, h]
         d = d.index_select(0, tokens)  # [rows, h]
-        dinner, (inner, of_inner) = self._product(d, weight2), activation.again(wide)  # [rows, f/tp]
+        dinner, inner = self._product(d, weight2), activation.forward(wide)  # [rows, f/tp]
         dweights = (dinner * inner).sum(-1, dtype=weights.dtype)  # {+tp}[rows]
         if bias2 is not None:
             if tp.rank == 0:
                 dweights += (d * _by_row(bias2, ends)).sum(-1, dtype=weights.dtype)
             fc2.put_bias(in_dtype(d * each, d.dtype), ends)
-        fc2.put_weight(inner.mul_(each), d, ends)
-        d = of_inner(dinner.mul_(each))  # gated [rows, 2 f/tp]
-        del dinner, inner, of_inner
+        fc2.put_weight(_weigh(inner, each), d, ends)
+        d = activation.backward(wide, _weigh(dinner, each))  # gated [rows, 2 f/tp]
+        del dinner, inner
         shard = mappings.SequenceShard(of_x, tp) if len(of_x) < len(self.routes.begins) else of_x
         rows = _Rows(shard, tokens)
         if weight1.requires_grad and not fc1.sink.deferring:
@@ -165,6 +168,17 @@ class _Experts(NamedTuple):
     def _of_tokens(self, rows: Tensor) -> Tensor:
         """[rows, h] -> [s b, h]: the sum of each token's rows, in the order of experts."""
         return F.embedding_bag(self.routes.by_token, rows, self.routes.begins, mode="sum")
+
+
+def _weigh(x: Tensor, each: Tensor) -> Tensor:
+    """x [rows, n] times each [rows, 1], where x is: the product in the wider dtype is rounded once."""
+    dtype = torch.promote_types(x.dtype, each.dtype)
+    if dtype == x.dtype:
+        return x.mul_(each)
+    rows = max(1, elements_at_a_time(x, _WIDENED_ELEMENTS) // x.shape[1])
+    for part, of_part in zip(x.split(rows), each.split(rows), strict=True):
+        part.copy_(part.to(dtype).mul_(of_part))
+    return x
 
 
 def _by_row(bias: Tensor, ends: tuple[int, ...]) -> Tensor:
