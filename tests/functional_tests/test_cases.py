@@ -16,13 +16,25 @@ def test_it_has_its_golden_values(name, capfd):
     assert functional_tests.main(["run", name]) == 0, capfd.readouterr()
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("name", ["schedule_zbv_validated", "resume"])
-def test_torchrun_has_the_values_of_forked_ranks(name, tmp_path, capfd):
-    golden = ["--golden", str(tmp_path / "golden.json")]
+def same_values_as_forked(name, folder, capfd, *launcher):
+    """The case under forked ranks, and under another launcher beside their values."""
+    golden = ["--golden", str(folder / "golden.json")]
     assert functional_tests.main(["record", name, *golden, "--dirty"]) == 0, capfd.readouterr()
-    assert functional_tests.main(["run", name, *golden, "--launcher", "torchrun"]) == 0, capfd.readouterr()
-    assert "ok   lm loss: every bit" in capfd.readouterr().out
+    assert functional_tests.main(["run", name, *golden, "--launcher", *launcher]) == 0, capfd.readouterr()
+    said = capfd.readouterr().out
+    assert "ok   lm loss: every bit" in said
+    assert "another image" not in said
+
+
+IN_THE_GRID = ("schedule_zbv_validated", "resume")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.grid if n in IN_THE_GRID else pytest.mark.full) for n in NAMES],
+)
+def test_torchrun_has_the_values_of_forked_ranks(name, tmp_path, capfd):
+    same_values_as_forked(name, tmp_path, capfd, "torchrun")
 
 
 def test_a_case_of_five_lines(tmp_path, capfd):

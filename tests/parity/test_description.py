@@ -222,7 +222,8 @@ FORMULAS = {
     "block": f"{PLAIN} {RECOMPUTE} 1 --recompute-method block",
     "selective": f"{PLAIN} --attention-backend unfused --recompute-granularity selective",
     "tp": f"{LLAMA} --bf16 {TP}", "sp": f"{LLAMA} --bf16 {TP} --sequence-parallel",
-    "gpt sp": f"{TP} --sequence-parallel", "fp32 residual": f"{LLAMA} --bf16 --fp32-residual-connection",
+    "gpt sp": f"{TP} --sequence-parallel", "keeps output": f"{LLAMA} --keep-activation-output",
+    "fp32 residual": f"{LLAMA} --bf16 --fp32-residual-connection",
 }  # fmt: skip
 KEPT_UNSEEN = {
     "unfused": 0.01,

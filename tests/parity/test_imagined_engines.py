@@ -1,7 +1,6 @@
 """Engines of an imagined world hold, to the byte, what engines of forked ranks hold."""
 
 import functools
-import time
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ CASES = (
     ({"tp": 2, "pp": 2}, f"{TP} {PP} {LLAMA} --untie-embeddings-and-output-weights --num-layers 5 "
      "--allow-padding-num-layers --init-model-with-meta-device"),
 )  # fmt: skip
-APART = (ParallelState, Group, type, type(time), type(lambda: 0), torch.dtype, torch.device)
+APART = (ParallelState, Group, type, type(functools), type(lambda: 0), torch.dtype, torch.device)
 
 
 def config_of(words, ranks):
@@ -99,12 +98,10 @@ def wide(words, ranks):
     return parse_config([*LLAMA_70B.split(), *words.split()], env=LaunchEnv(world_size=ranks))
 
 
-def test_16_layers_of_70b_width_are_built_in_well_under_a_second():
+def test_16_layers_of_70b_width_are_built_without_memory():
     config = wide("--num-layers 16 --global-batch-size 1 --padded-vocab-size 128256", 1)
-    imagined_engines(config)
-    began = time.process_time()
     engine = imagined_engines(config)[0]
-    assert time.process_time() - began < 0.5
+    assert all(bucket.full_weights.is_meta for bucket in engine.model.buffer.buckets)
     layer = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
     parameters = 16 * layer + 2 * 128256 * 8192 + 8192
     assert engine.memory_tracker.live("weights") == pytest.approx(2 * parameters, rel=1e-6)

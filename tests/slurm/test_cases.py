@@ -1,29 +1,18 @@
-"""Functional cases started by Slurm on two nodes have the values of forked ranks, bit for bit."""
-
-import subprocess
-import sys
+"""Functional cases started by Slurm, on two nodes where their ranks divide, have the values of forked ranks."""
 
 import pytest
 
-from tests.harness.launch import ROOT
+from tests.functional_tests.test_cases import NAMES, same_values_as_forked
+from tools.cases.case import find, read_case
+
+IN_CI = "schedule_zbv_validated"
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "schedule_zbv_validated",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("resume", "gpt3_tp2_pp2")),
-    ],
+    "name", [n if n == IN_CI else pytest.param(n, marks=pytest.mark.full) for n in NAMES]
 )
-def test_values_are_those_of_forked_ranks(slurm, tmp_path, name):
-    golden = ["--golden", str(tmp_path / "golden.json")]
-    recorded = run("record", name, *golden, "--dirty")
-    assert recorded.returncode == 0, recorded.stdout + recorded.stderr
-    done = run("run", name, *golden, "--launcher", "slurm", "--nodes", "2", env=slurm.env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ok   lm loss: every bit" in done.stdout
-
-
-def run(*words, env=None):
-    tool = [sys.executable, str(ROOT / "tools" / "functional_tests.py")]
-    return subprocess.run([*tool, *words], env=env, capture_output=True, text=True)
+def test_values_are_those_of_forked_ranks(slurm, tmp_path, monkeypatch, capfd, name):
+    for variable, value in slurm.env.items():
+        monkeypatch.setenv(variable, value)
+    nodes = 1 if any(run.ranks % 2 for run in read_case(find(name)).runs) else 2
+    same_values_as_forked(name, tmp_path, capfd, "slurm", "--nodes", str(nodes))

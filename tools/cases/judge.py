@@ -1,12 +1,15 @@
 """RunFigures of a run beside golden values: on the same image every bit, across images within tolerances.
 
 Tolerances are Megatron-LM's: 5 % of a loss, 20 % of a number of zeros, of one step in a hundred more, at least of one.
-What follows from the flags alone is the same everywhere. Memory is a ratio of medians, and so is time, which is judged
+Few zeros scatter by more than that: elements that are zero by rounding alone are counted like
+rare events, whose standard deviation is the root of their number, and four of these and four are near. What follows
+from the flags alone is the same everywhere. Memory is a ratio of medians, and so is time, which is judged
 where that is asked for.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -87,13 +90,17 @@ def _near(name: str, expected: Mapping[int, float], found: Mapping[int, float]) 
     kind = base(name)
     of_flags = bool(_OF_FLAGS.search(kind))
     share = _FLAGS if of_flags else _ZEROS if kind == "num-zeros" else _LOSS
+
+    def near(value: float) -> float:
+        few = 4 * math.sqrt(abs(value)) + 4 if kind == "num-zeros" else 0.0
+        return max(share * abs(value), few)
+
     forgiven = 0 if of_flags else min(_MOST_FORGIVEN, max(1, len(expected) // 100))
     far = [
         step
         for step, value in expected.items()
         if not (
-            step in found
-            and (repr(found[step]) == repr(value) or abs(found[step] - value) <= share * abs(value))
+            step in found and (repr(found[step]) == repr(value) or abs(found[step] - value) <= near(value))
         )
     ]
     within = f"within {share_text(share)}" if share > _FLAGS else "equal"

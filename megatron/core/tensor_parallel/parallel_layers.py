@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.device import linear, product
@@ -33,7 +32,10 @@ from megatron.core.weight_grad import put_linear
 
 
 class Activation(Protocol):
-    """An elementwise function whose input, not output, is kept for the backward pass."""
+    """An elementwise function whose input is kept for the backward pass, and its output where `keeps_output`."""
+
+    @property
+    def keeps_output(self) -> bool: ...
 
     def forward(self, x: Tensor) -> Tensor: ...
 
@@ -114,14 +116,19 @@ class _RowLinear(NamedTuple):
     activation: Activation | None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
-        activated = x if self.activation is None else self.activation.forward(x)
-        return row_forward(activated, *self[:3]), (x, self.weight)
+        activation, inner = self.activation, x
+        if activation is not None:
+            inner = activation.forward(x)
+        kept = inner if activation is not None and activation.keeps_output else None
+        return row_forward(inner, *self[:3]), (x, kept, self.weight)
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
-        (x, weight), activation = kept, self.activation
+        (x, inner, weight), activation = kept, self.activation
         dy = mappings.gather_sequence(dy, self.route.tp)
         dx = product(dy, weight)
-        put_linear(self.route, x if activation is None else activation.forward(x), dy, *self[:2])
+        if inner is None:
+            inner = x if activation is None else activation.forward(x)
+        put_linear(self.route, inner, dy, *self[:2])
         return (dx if activation is None else activation.backward(x, dx),)
 
 
@@ -145,8 +152,8 @@ def row_linear(
 
     route: as in `column_linear`. Under sequence parallel the result is [s/tp, ..., out].
     Communicates over tp: adds the products of all ranks before the bias, and in the backward pass gathers dy (sequence
-    parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept;
-    the output is computed again for the weight gradient (less than 1 % of the layer's time, a quarter of its memory).
+    parallel only), so that every rank has the whole gradient of the bias. With an activation only its input is kept,
+    unless it says otherwise; the output is computed again for the weight gradient.
     """
     return apply(_RowLinear(weight, bias, Route(**route), activation), x, parameters=(weight, bias))
 
@@ -217,7 +224,7 @@ class RowParallelLinear(_ParallelLinear):
         return apply(_RowLinear(*held, self.route, activation), x, parameters=held)
 
 
-class _Lookup(NamedTuple):
+class Lookup(NamedTuple):
     """A `GradFunction` of ids. Rows that this rank does not hold count as zeros and get no gradient.
 
     Ids outside are wrapped onto held rows, where zeros are added for them: shapes then do not depend on the
@@ -231,16 +238,17 @@ class _Lookup(NamedTuple):
     def forward(self, ids: Tensor) -> tuple[Tensor, Kept]:
         weight, tp = self.weight, self.route.tp
         if tp.size == 1:
-            return F.embedding(ids, weight), (ids,)
+            return torch.embedding(weight, ids), (ids,)
         held, outside = local_ids(ids, self.vocab_size, tp)
-        rows = F.embedding(held, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
+        rows = torch.embedding(weight, held).masked_fill_(outside.unsqueeze(-1), 0.0)
         return mappings.sum_ranks(rows, tp), (held, outside)
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[None]:
         ids, *outside = kept
         dy = mappings.gather_sequence(dy, self.route.tp)
         dy = dy.masked_fill(outside[0].unsqueeze(-1), 0.0) if outside else dy
-        self.route.sink.put(self.route.key, ids, dy)
+        if self.weight.requires_grad:
+            self.route.sink.put(self.route.key, ids, dy)
         return (None,)
 
 
@@ -289,7 +297,10 @@ class VocabParallelEmbedding(SinkModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp."""
-        return apply(_Lookup(self.weight, self._route, self._rows), ids, parameters=(self.weight,))
+        return apply(self.lookup(), ids, parameters=(self.weight,))
+
+    def lookup(self) -> Lookup:
+        return Lookup(self.weight, self._route, self._rows)
 
 
 class PositionEmbedding(SinkModule):
@@ -304,5 +315,8 @@ class PositionEmbedding(SinkModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [s, b] integer -> [s, b, h] (sequence parallel: [s/tp, b, h])."""
-        ids = mappings.sequence_slice(ids, self.tp)
-        return apply(_Lookup(self.weight, self._route, len(self.weight)), ids, parameters=(self.weight,))
+        return apply(self.lookup(), mappings.sequence_slice(ids, self.tp), parameters=(self.weight,))
+
+    def lookup(self) -> Lookup:
+        """Of the ids of this rank's own tokens."""
+        return Lookup(self.weight, self._route, len(self.weight))

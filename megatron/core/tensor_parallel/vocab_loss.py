@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.sink_module import vocabulary_band
 from megatron.core.transport.collectives import all_reduce
 
 
-class _CrossEntropy(NamedTuple):
+class CrossEntropy(NamedTuple):
     """A `GradFunction` of logits and labels.
 
     One buffer of [tokens, v/tp] holds logits, then probabilities, then the gradient.
@@ -36,7 +36,7 @@ class _CrossEntropy(NamedTuple):
             highest = probabilities.amax(-1, keepdim=True)
             torch.softmax(probabilities, -1, out=probabilities)
             # The most likely id has probability 1 / sum(exp(logit - highest)): no second pass is needed for the sum.
-            log_sum = -probabilities.amax(-1, keepdim=True).log()
+            log_sum = probabilities.amax(-1, keepdim=True).log_().neg_()
         else:  # the highest logit, then sum and label's logit, go over tp
             labels, outside = local_ids(labels, vocab_size, tp)
             probabilities[..., vocabulary_band(vocab_size, tp).size :] = -math.inf  # of no id
@@ -50,14 +50,18 @@ class _CrossEntropy(NamedTuple):
             probabilities.div_(exp_sum)
             log_sum = exp_sum.log()
             held = (~outside,)
-        return (log_sum + highest - label_logit).squeeze(-1), (probabilities, labels, *held)
+        return log_sum.add_(highest).sub_(label_logit).squeeze(-1), (probabilities, labels, *held)
 
     def backward(self, kept: Kept, dloss: Tensor) -> tuple[Tensor, None]:
         gradient, labels, *held = kept
         alone = gradient.new_full((1,), -1.0).expand(labels.shape)
         gradient.scatter_add_(-1, labels, held[0].to(gradient.dtype).neg_() if held else alone)
         gradient.mul_(dloss.unsqueeze(-1))
-        return gradient.to(self.dtype), None
+        if gradient.dtype == self.dtype:
+            return gradient, None
+        narrow = gradient.to(self.dtype)
+        gradient.untyped_storage().resize_(0)  # autograd holds it until whoever called this is through
+        return narrow, None
 
 
 def vocab_parallel_cross_entropy(
@@ -69,5 +73,5 @@ def vocab_parallel_cross_entropy(
     pass with their gradient. labels [...] int64 over the whole vocabulary -> losses [...]. vocab_size: ids of all
     ranks; what the last has behind them (`vocabulary_part`) counts as none. Communicates over tp.
     """
-    function = _CrossEntropy(vocab_size or logits.shape[-1] * tp.size, tp, logits.dtype)
+    function = CrossEntropy(vocab_size or logits.shape[-1] * tp.size, tp, logits.dtype)
     return apply(function, logits, labels)

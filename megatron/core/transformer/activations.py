@@ -24,10 +24,12 @@ _GELU_TANH = functools.partial(_GELU[0], approximate="tanh"), functools.partial(
 
 
 class MlpActivation(NamedTuple):
-    """forward(x); backward(x, dy) -> dx, of the shape of x, which writes to dy, too."""
+    """forward(x); backward(x, dy) -> dx, of the shape of x, which writes to dy, too. keeps_output: for the weight
+    gradient behind it, which else has it computed again."""
 
     forward: Elementwise
     backward: Callable[[Tensor, Tensor], Tensor]
+    keeps_output: bool = False
 
 
 def _plain(forward: Elementwise, derivative: Derivative) -> MlpActivation:
@@ -80,4 +82,5 @@ BY_FLAG = {
 
 def mlp_activation(config: TransformerConfig) -> MlpActivation:
     """The activation that the flags choose; exact (erf) GELU when none is named."""
-    return BY_FLAG.get(config.activation or "", GELU)
+    activation = BY_FLAG.get(config.activation or "", GELU)
+    return activation._replace(keeps_output=config.keep_activation_output)

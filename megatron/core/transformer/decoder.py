@@ -1,4 +1,4 @@
-"""A decoder layer, x + attention(norm(x)), then x + mlp(norm(x)); and the layers of one stage with the final norm."""
+"""A decoder layer, x + attention(norm(x)), then x + mlp(norm(x)); and the layers of one stage."""
 
 from __future__ import annotations
 
@@ -111,10 +111,11 @@ class FirstHalf(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """[s, b, h] -> [s, b, h] through `layers` (global numbers), then the final norm where the stage ends the model.
+    """[s, b, h] -> [s, b, h] through `layers` (global numbers). It holds the final norm, too, where the stage ends the
+    model, which the model's head runs.
 
     [s/tp, b, h] under sequence parallel. Layers are held under their global numbers, so parameter names are the same
-    on every stage. Without layers and norm the input itself is returned.
+    on every stage. Without layers the input itself is returned.
     """
 
     def __init__(
@@ -155,4 +156,4 @@ class TransformerBlock(nn.Module):
                 x = recomputed(run, self.context, x, anchor=anchor)
             else:
                 x = run(x)
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+        return x

@@ -119,16 +119,19 @@ class MlpHalf:
         linears = (weight1, bias1), (weight2, bias2) = _parameters(self.fc1), _parameters(self.fc2)
         y, of_norm = self.norm.normalise(x, *_parameters(self.norm))  # [s/tp b, h]
         wide, of_y = column_forward(y, weight1, bias1, self.fc1.route)  # [s b, f/tp], gated 2 f/tp
-        out = row_forward(self.activation.forward(wide), weight2, bias2, self.fc2.route)  # [s/tp b, h]
+        activated = self.activation.forward(wide)  # [s b, f/tp]
+        out = row_forward(activated, weight2, bias2, self.fc2.route)  # [s/tp b, h]
         out, keep = drop(out, dropout, self.site)
-        return x + out, (*of_norm, of_y, wide, keep, *linears[0], *linears[1])
+        inner = activated if self.activation.keeps_output else None
+        return x + out, (*of_norm, of_y, wide, inner, keep, *linears[0], *linears[1])
 
     def backward(self, kept: Kept, batch: int, dy: Tensor) -> tuple[Tensor, None]:
-        *of_norm, of_y, wide, keep, weight1, bias1, weight2, bias2 = kept
+        *of_norm, of_y, wide, inner, keep, weight1, bias1, weight2, bias2 = kept
         d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout)  # [s/tp b, h]
         d = gather_sequence(d, self.fc2.route.tp)  # [s b, h]
         dwide = product(d, weight2)  # [s b, f/tp]
-        put_linear(self.fc2.route, self.activation.forward(wide), d, weight2, bias2)
+        inner = self.activation.forward(wide) if inner is None else inner  # [s b, f/tp]
+        put_linear(self.fc2.route, inner, d, weight2, bias2)
         d = self.activation.backward(wide, dwide)  # gated [s b, 2 f/tp]
         del dwide
         dnorm, pending, y = column_dgrad(d, of_y, weight1, self.fc1.route)  # [s/tp b, h]

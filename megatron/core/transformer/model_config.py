@@ -228,6 +228,12 @@ class TransformerConfig:
         None, "layers per recomputed chunk (uniform), or recomputed layers (block)", unit="layers"
     )
     recompute_modules: tuple[str, ...] = arg(("core_attn",), "what selective recompute drops")
+    keep_activation_output: bool = arg(
+        False,
+        "keep what the MLP's activation function gives, instead of computing it again in the backward: faster where "
+        "kernels are short, with the MLP's width more a token and layer to keep",
+        ours=True,
+    )
     recompute_activations: bool = arg(False, "short for --recompute-granularity selective")
 
     def resolved(self) -> "TransformerConfig":

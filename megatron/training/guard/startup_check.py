@@ -140,12 +140,13 @@ class Meeting:
         return verdict
 
     def _leave(self) -> None:
-        """The host of the store waits until the others have read the verdict."""
+        """The host of the store waits until the others have read the verdict. They ask nothing once they have left: the
+        store may be gone, and torch prints its stack for that."""
         with contextlib.suppress(RuntimeError):
-            self._store.add("left", 1)
-            deadline, arrived = time.monotonic() + FAREWELL_S, self._store.add("arrived", 0)
-            while self._hosts and self._store.add("left", 0) < arrived and time.monotonic() < deadline:
+            left, deadline = self._store.add("left", 1), time.monotonic() + FAREWELL_S
+            while self._hosts and left < self._store.add("arrived", 0) and time.monotonic() < deadline:
                 time.sleep(0.002)
+                left = self._store.add("left", 0)
 
 
 # --- what is compared

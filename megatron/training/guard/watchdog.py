@@ -2,7 +2,7 @@
 
 gloo's and NCCL's errors do not say which rank is to blame. So each rank keeps step, phase and, per group,
 how many collectives it has begun, and a side thread publishes that to the store every 0.4 s. A rank
-that loses a peer calls `diagnose`, which takes less than 2 s and says, for example,
+that loses a peer calls `diagnose`, which takes less than 2 s where the store answers at once, and says, for example,
 
     rank 1 (host node7, pid 4242) missed all_reduce #3 of group 'dp' at step 17, phase grad-sync; last heard of
     5.2 s ago, then in step 17, phase data
@@ -31,6 +31,10 @@ ECHO_EVERY = 10  # publications; `set` does not wait for an answer, so now and t
 STORE_SILENT_S = 60.0  # without an answer: a store that thousands of ranks write to may be slow
 # A live rank publishes within one interval; four leave room for a loaded machine, and keep within 2 s.
 BUDGET_INTERVALS = 4.0
+ANSWER_INTERVALS = (
+    4.5  # a store that has not answered for so long is gone; one that answers is read to the end
+)
+PATIENCE_S = 15.0  # in all
 
 
 class Watchdog:
@@ -61,7 +65,7 @@ class Watchdog:
         self._state, self._reason, self._beat = RUNNING, "", 0
         self._closing = False
         self.store_error: str | None = None
-        self._unanswered_s = 0.0
+        self._unanswered_s = self._answered_at = 0.0
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._publish_loop, name="watchdog", daemon=True)
         self._thread.start()
@@ -153,7 +157,8 @@ class Watchdog:
     # --- diagnosis
 
     def diagnose(self) -> str:
-        """One line that names the rank that is to blame. Takes less than 2 s, whatever the store does."""
+        """One line that names the rank that is to blame. Takes less than 2 s, also where the store is gone; at most
+        PATIENCE_S where each of its answers takes its time, as on a loaded machine."""
         self._state = FAILING
         self._wake.set()
         found: list[str] = []
@@ -165,9 +170,13 @@ class Watchdog:
             except (RuntimeError, OSError) as error:
                 found.append(self._store_gone(_first_line(error)))
 
+        began = self._answered_at = time.monotonic()
         reader = threading.Thread(target=look, daemon=True)
         reader.start()
-        reader.join(timeout=self._interval_s * (BUDGET_INTERVALS + 0.5))
+        while reader.is_alive() and (now := time.monotonic()) < began + PATIENCE_S:
+            if now > self._answered_at + self._interval_s * ANSWER_INTERVALS:
+                break
+            reader.join(self._interval_s / 4)
         return found[0] if found else self._store_gone("it does not answer")
 
     def _store_gone(self, why: str) -> str:
@@ -193,11 +202,12 @@ class Watchdog:
                 return records, alive
 
     def _read_all(self) -> dict[int, ProgressRecord]:
-        return {
-            rank: ProgressRecord.from_json(self._reading.get(_key(rank)))
-            for rank in range(self.world_size)
-            if self._reading.check([_key(rank)])  # `get` would wait for a key that is missing
-        }
+        records = {}
+        for rank in range(self.world_size):
+            if self._reading.check([_key(rank)]):  # `get` would wait for a key that is missing
+                records[rank] = ProgressRecord.from_json(self._reading.get(_key(rank)))
+            self._answered_at = time.monotonic()
+        return records
 
 
 def _key(rank: int) -> str:

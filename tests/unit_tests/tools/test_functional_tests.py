@@ -87,6 +87,17 @@ def test_of_another_image_values_are_near(case, golden, tmp_path, capsys, change
     assert (status == 0) is passes, said
 
 
+@pytest.mark.parametrize(("zeros", "passes"), [(2.0, True), (1.0, False)])
+def test_of_another_image_few_zeros_may_scatter(case, golden, tmp_path, capsys, zeros, passes):
+    """The run has 10, where a toy model has some by rounding alone."""
+    table = json.loads(golden.read_text())
+    table["num-zeros"]["values"] = dict.fromkeys("1234", zeros)
+    golden.write_text(json.dumps(table))
+    folder = logs(tmp_path / "other", image={**IMAGE, "processor": "another"})
+    status, said = compare(case, folder, capsys)
+    assert (status == 0) is passes, said
+
+
 def test_two_losses_of_four_that_are_far_are_not_forgiven(case, golden, tmp_path, capsys):
     table = json.loads(golden.read_text())
     table["lm loss"]["values"] |= {"1": 4.3, "2": 3.3}

@@ -85,3 +85,45 @@ def test_a_stranger_leaves_the_others_alone():
     (error,) = meet([rank(1, 2)], store)
     assert isinstance(error, LaunchEnvError)
     assert "is another run using this MASTER_PORT?" in str(error)
+
+
+class Departures(dist.Store):
+    """A store that tells whoever asks anything behind its farewell."""
+
+    def __init__(self):
+        super().__init__()
+        self.store, self.late, self._gone = dist.HashStore(), [], set()
+
+    def _asked(self, what):
+        if threading.get_ident() in self._gone:
+            self.late.append(what)
+
+    def set(self, key, value):
+        self._asked(key)
+        self.store.set(key, value)
+
+    def get(self, key):
+        self._asked(key)
+        return self.store.get(key)
+
+    def check(self, keys):
+        self._asked(keys)
+        return self.store.check(keys)
+
+    def compare_set(self, key, expected, value):
+        self._asked(key)
+        return self.store.compare_set(key, expected, value)
+
+    def add(self, key, amount):
+        self._asked(key)
+        if key.endswith("left") and amount:
+            self._gone.add(threading.get_ident())
+        return self.store.add(key, amount)
+
+
+def test_who_does_not_host_the_store_asks_nothing_behind_his_farewell():
+    """The host may be gone with it by then, and torch prints pages for an answer that does not come."""
+    store = Departures()
+    heard = meet([rank(1, 3), rank(2, 3)], store, timeout_s=0.2)
+    assert all("rank 0 has not come" in str(error) for error in heard)
+    assert store.late == []

@@ -391,3 +391,31 @@ def test_store_that_does_not_answer_does_not_hold_us_up():
     text = Watchdog(Mute(), 1, 2, interval_s=0.1).diagnose()
     assert time.monotonic() - started < 10
     assert "does not answer" in text
+
+
+def test_store_that_answers_slowly_is_read_to_the_end():
+    """On a loaded machine: every answer takes its time, and all of them more than a store may be silent for."""
+
+    class Slow:
+        def __init__(self):
+            self.kept = {}
+
+        def set(self, key, value):
+            self.kept[key] = value
+
+        def get(self, key):
+            time.sleep(0.2)
+            return self.kept[key]
+
+        def check(self, keys):
+            return set(keys) <= self.kept.keys()
+
+        def clone(self):
+            return self
+
+    store = Slow()
+    peers = [Watchdog(store, rank, 4, interval_s=0.1) for rank in (0, 2, 3)]
+    text = Watchdog(store, 1, 4, interval_s=0.1).diagnose()
+    for peer in peers:
+        peer.close()
+    assert "the store is gone" not in text

@@ -8,22 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core.models.gpt.ends import LanguageModelEmbedding, OutputHead
 from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit
-from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel, gather_vocabulary
-from megatron.core.tensor_parallel.parallel_layers import (
-    ColumnParallelLinear,
-    PositionEmbedding,
-    VocabParallelEmbedding,
-    column_linear,
-)
-from megatron.core.tensor_parallel.random import DropoutSite, dropout, fill
+from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
+from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.random import fill
 from megatron.core.tensor_parallel.sink_module import LayerFactory, collect_param_meta
-from megatron.core.tensor_parallel.vocab_loss import vocab_parallel_cross_entropy
 from megatron.core.transformer.decoder import TransformerBlock, TransformerLayer
+from megatron.core.transformer.layer_halves import AsBuilt
 from megatron.core.transformer.layer_table import layer_table
-from megatron.core.transformer.model_config import SQRT_HIDDEN, TransformerConfig
+from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.self_attention import InferenceCache
 from megatron.core.unit_accesses import Accesses
@@ -78,6 +74,12 @@ class GPTModel(MegatronModule):
         self._input: Tensor | None = None
         self._build(factory, range(config.num_layers) if layers is None else layers, padded_vocab_size)
         self.rotary = RotaryEmbedding(config) if config.position_embedding_type == "rope" else None
+        before: list[nn.Module | None] = [self.embedding, self.decoder.layers]
+        self._end_as_built = AsBuilt(self, [one for one in before if one is not None])
+        self.head = None
+        if post_process:
+            words = self.embedding.word_embeddings if self.embedding is not None and self.tied else None
+            self.head = OutputHead(self.tp, padded_vocab_size, words)
         self.param_meta = collect_param_meta(self)
         if factory.device.type != "meta":
             for name, parameter in self.named_parameters():
@@ -95,8 +97,7 @@ class GPTModel(MegatronModule):
                 config, context, padded_vocab_size, factory.at("embedding"), **where
             )
         self.decoder = TransformerBlock(config, context, layers, factory.at("decoder"), final_norm=ends)
-        self.tied_output = TiedOutput(self.embedding) if ends and self.tied else None
-        self.output_layer = None
+        self.output_layer: ColumnParallelLinear | None = None
         if ends and not self.tied:
             of_head = factory.at("output_layer")
             self.output_layer = ColumnParallelLinear(
@@ -116,15 +117,18 @@ class GPTModel(MegatronModule):
         for number, layer in self.decoder.layers.items():
             assert isinstance(layer, TransformerLayer), type(layer)
             layers += layer.units(layer_units(number, self.layer_kinds[int(number)]))
-        # Where this stage only ends the model, the tied matrix is read by `tied_output` alone; where it begins in
+        # Where this stage only ends the model, the tied matrix is read by `head` alone; where it begins in
         # another chunk of the rank, the matrix is that one's, which runs first.
         copy = None if self.pre_process or self.other_end_here else self.embedding
-        parts = (self.decoder.final_layernorm, copy, self.output_layer, self.tied_output)
-        head = tuple(part for part in parts if part is not None)
+        parts = (self.decoder.final_layernorm, copy, self.output_layer)
+        last = tuple(part for part in parts if part is not None)
         first = () if self.embedding is None or not self.pre_process else (self.embedding,)
+        entered_by = () if self.head is None else (self.head,)
         if self._one_matrix:
-            return ModelUnit(ONE_MATRIX, (*first, *head), begins_with_lookup=True), *layers
-        units = [ModelUnit("embedding", first, backward_reads=False), *layers, ModelUnit("head", head)]
+            both = (*first, *entered_by)
+            return ModelUnit(ONE_MATRIX, (*first, *last), begins_with_lookup=True, entered_by=both), *layers
+        head = ModelUnit("head", last, entered_by=entered_by)
+        units = [ModelUnit("embedding", first, backward_reads=False), *layers, head]
         return tuple(unit for unit in units if unit.modules)
 
     def unit_accesses(self) -> Accesses[str]:
@@ -179,12 +183,10 @@ class GPTModel(MegatronModule):
             return hidden
         if inference_cache is not None:
             hidden = inference_cache.newest(hidden)
-        head = self.tied_output if self.output_layer is None else self.output_layer
-        assert head is not None, "a stage that ends the model has an output layer"
-        logits = head(hidden)  # [s, b, v/tp]
-        if labels is None:
-            return gather_vocabulary(logits, self.tp, self.vocab_size).transpose(0, 1)
-        return vocab_parallel_cross_entropy(logits, labels.t(), self.tp, self.vocab_size).t()
+        norm = self.decoder.final_layernorm
+        assert self.head is not None, "a stage that ends the model has a head"
+        losses: Tensor = self.head(hidden, labels, norm, self.output_layer, bool(self._end_as_built))
+        return losses
 
     def bind_new_grads(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Gradient buffers of the model's own, one a sink key: for use without an engine."""
@@ -201,82 +203,6 @@ class GPTModel(MegatronModule):
             first, *rest = (buffers[key] for key in meta.grad_keys)
             grads[name] = sum(rest, start=first)
         return grads
-
-
-class LanguageModelEmbedding(nn.Module):
-    """tokens and position_ids [b, s] -> [s, b, h], in fp32 with `--fp32-residual-connection`.
-
-    Words are multiplied by `--embedding-multiplier`, positions and a tied output layer are not.
-
-    Under sequence parallel [s/tp, b, h]. begins: of a stage that begins the model; one that only ends it keeps the
-    matrix as its output layer, and no positions. both_ends: a tied matrix is used at both ends of the model as one
-    parameter of this rank; else another stage has a copy of it. Communicates over tp.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        context: ModelContext,
-        padded_vocab_size: int,
-        factory: LayerFactory,
-        *,
-        begins: bool,
-        both_ends: bool,
-    ) -> None:
-        super().__init__()
-        hidden, tied = config.hidden_size, not config.untie_embeddings_and_output_weights
-        self.hidden_dropout = config.hidden_dropout
-        self.site = DropoutSite(context, -1, "embedding", factory.tp.sequence_rank)
-        self.word_embeddings = VocabParallelEmbedding(
-            padded_vocab_size,
-            hidden,
-            factory.at("word_embeddings"),
-            two_uses=tied and both_ends,
-            shared=tied and not both_ends,
-        )
-        self.factor = _word_factor(config, factory.dtype)
-        self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute" and begins:
-            positions = factory.at("position_embeddings")
-            self.position_embeddings = PositionEmbedding(config.max_position_embeddings, hidden, positions)
-        self.fp32_residual = config.fp32_residual_connection
-
-    def forward(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
-        x = self.word_embeddings(tokens.t())
-        if self.factor is not None:
-            x = x * self.factor
-        if self.position_embeddings is not None:
-            assert position_ids is not None, "learned positions need position_ids"
-            x = x + self.position_embeddings(position_ids.t())
-        if self.fp32_residual:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return dropout(x, self.hidden_dropout, self.site, self.training)
-
-
-def _word_factor(config: TransformerConfig, dtype: torch.dtype) -> float | None:
-    """What word embeddings are multiplied by; Gemma's root of the hidden size has the precision of the weights."""
-    factor = config.embedding_multiplier
-    if isinstance(factor, str):
-        assert factor == SQRT_HIDDEN, factor
-        return torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
-    return factor
-
-
-class TiedOutput(nn.Module):
-    """The output layer whose matrix is that of the word embeddings: [s, b, h] -> [s, b, v/tp].
-
-    A module without parameters, so that an engine that gathers weights sees where the matrix is last read.
-    Communicates over tp as `column_linear`.
-    """
-
-    def __init__(self, embedding: LanguageModelEmbedding | None) -> None:
-        super().__init__()
-        assert embedding is not None
-        self._words = (embedding.word_embeddings,)  # a tuple: the matrix is a parameter of the embedding only
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        (words,) = self._words
-        return column_linear(hidden, words.weight, sink=words.sink, key=words.key("weight"), tp=words.tp)
 
 
 def _check_sizes(config: TransformerConfig, padded_vocab_size: int, tp: TensorParallel) -> None:

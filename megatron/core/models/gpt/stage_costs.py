@@ -144,7 +144,7 @@ class ModelCosts:
             + 2 * self._column_input  # and what they hand on
             + self._norms(2)
             + self._attention(query, (qkv - query) / 2)
-            + z.tokens * fc1 * z.element
+            + z.tokens * (fc1 + width * c.keep_activation_output) * z.element
             + masks
         )
         held = (

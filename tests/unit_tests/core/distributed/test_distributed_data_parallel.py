@@ -357,7 +357,7 @@ def test_what_a_plan_has_to_know_of_keys_and_modules():
     assert names == [["embedding", "decoder.layers.0"], ["decoder.layers.1", "head", "embedding"]]
     assert engine.unit_modules() == (
         ((first.embedding,), (first.decoder.layers["0"],)),
-        ((last.decoder.layers["1"],), (last.decoder.final_layernorm, last.tied_output), ()),
+        ((last.decoder.layers["1"],), (last.head,), ()),
     )
     in_first, in_last = engine.unit_of_key()
     assert in_first["embedding.word_embeddings.weight@lookup"] == 0

@@ -1,4 +1,4 @@
-"""A layer's halves as few Functions: how many nodes of autograd, and the bits of its modules."""
+"""A layer's halves and the model's ends as few Functions: how many nodes of autograd, and the bits of their modules."""
 
 import copy
 
@@ -31,6 +31,18 @@ def test_nodes_and_functions_of_a_layer(name):
     assert nodes_behind(layer(x, None, angles), x) == (nodes, functions)
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"untie_embeddings_and_output_weights": True, "embedding_multiplier": 3.0}]
+)
+def test_a_model_is_a_function_each_layer_and_each_end(flags):
+    model = tiny_model(params_dtype=torch.float32, **flags)
+    tokens = torch.zeros(2, SEQ, dtype=torch.int64)
+    positions = torch.arange(SEQ).expand(2, -1)
+    losses = model(tokens, positions, labels=tokens)
+    assert losses.shape == (2, SEQ)
+    assert nodes_behind(losses, tokens) == (2 + len(model.decoder.layers),) * 2
+
+
 def gradients(model, split=False):
     """(loss, all gradients) of a microbatch in `backward` mode or split into B and W."""
     sink = model.context.grads
@@ -50,13 +62,16 @@ def same(first, second):
         assert torch.equal(grad, others[name]), name
 
 
-PARTS = {
-    "input_layernorm": "input_layernorm",
-    "attention": "self_attention",
-    "qkv": "self_attention.linear_qkv",
-    "core": "self_attention.core_attention",
-    "fc2": "mlp.linear_fc2",
-}
+LAYER = "decoder.layers.1"
+PARTS = (
+    f"{LAYER}.input_layernorm",
+    f"{LAYER}.self_attention",
+    f"{LAYER}.self_attention.linear_qkv",
+    f"{LAYER}.self_attention.core_attention",
+    f"{LAYER}.mlp.linear_fc2",
+    "embedding.word_embeddings",
+    "decoder.final_layernorm",
+)
 # Those whose kernels, casts or masks differ.
 MODELS = {
     "gpt": DROPOUT,
@@ -64,6 +79,7 @@ MODELS = {
     "llama": VARIANTS["llama"],
     "qk_rmsnorm": VARIANTS["qk_rmsnorm_gqa_rope"],
     "bf16": {"params_dtype": torch.bfloat16, "fp32_residual_connection": True, **DROPOUT},
+    "keeps output": {"keep_activation_output": True},
 }
 
 
@@ -72,9 +88,9 @@ def test_a_part_that_somebody_listens_to_runs_as_a_module_with_the_same_bits(mod
     model = tiny_model(**{"params_dtype": torch.float32, **MODELS[model_name]})
     expected = gradients(model)
     same(expected, gradients(model, split=True))
-    for name in PARTS.values():
+    for name in PARTS:
         heard = []
-        part = model.decoder.layers["1"].get_submodule(name)
+        part = model.get_submodule(name)
         for listen in (part.register_forward_pre_hook, part.register_forward_hook):
             handle = listen(lambda *_, heard=heard: heard.append(1))
             same(expected, gradients(model))
@@ -89,6 +105,22 @@ def test_a_part_that_somebody_listens_to_runs_as_a_module_with_the_same_bits(mod
     assert len(heard) == 1
 
 
+@pytest.mark.parametrize("flags", [{}, VARIANTS["llama"]])
+def test_the_output_of_an_activation_kept_or_computed_again(flags):
+    """The same bits; kept, it is computed once a layer."""
+    found, calls = [], []
+    for keeps in (False, True):
+        model = tiny_model(params_dtype=torch.float32, keep_activation_output=keeps, **flags)
+        count = len(calls)
+        for layer in model.decoder.layers.values():
+            inner = layer.mlp.activation
+            listened = inner._replace(forward=lambda x, inner=inner: (calls.append(1), inner.forward(x))[1])
+            layer.mlp.activation = layer._halves.mlp.activation = listened
+        found.append(gradients(model))
+        assert len(calls) - count == len(model.decoder.layers) * (1 if keeps else 2)
+    same(*found)
+
+
 class Doubled(nn.Module):
     """Somebody's layer in the place of ours."""
 
@@ -101,14 +133,13 @@ class Doubled(nn.Module):
         return self.inner(*args, **kwargs) * 2.0
 
 
-@pytest.mark.parametrize("name", PARTS.values())
+@pytest.mark.parametrize("name", [*PARTS, "output_layer"])
 def test_a_replaced_part_is_called(name):
-    model = tiny_model(params_dtype=torch.float32)
+    model = tiny_model(params_dtype=torch.float32, untie_embeddings_and_output_weights=True)
     plain, _ = gradients(model)
-    layer = model.decoder.layers["0"]
     owner, _, child = name.rpartition(".")
-    part = Doubled(layer.get_submodule(name))
-    setattr(layer.get_submodule(owner), child, part)
+    part = Doubled(model.get_submodule(name))
+    setattr(model.get_submodule(owner), child, part)
     if child == "linear_fc2":
         part.forward = lambda *args, **kwargs: Doubled.forward(part, *args, **kwargs)
     loss, _ = gradients(model)

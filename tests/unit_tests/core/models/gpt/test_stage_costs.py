@@ -15,6 +15,7 @@ UNFUSED = {"attention_backend": "unfused"}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
 CASES = {
     **{name: VARIANTS[name] for name in ("gpt", "rope", "gqa", "qk_layernorm", "swiglu", "llama", "gemma")},
+    "keeps_output": {**VARIANTS["swiglu"], "keep_activation_output": True},
     "dropout": DROPOUT,
     "unfused": UNFUSED,
     "unfused dropout": {**DROPOUT, **UNFUSED},
