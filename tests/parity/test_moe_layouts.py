@@ -188,7 +188,7 @@ def jobs_of(cases):
     if validated:
         (norms,) = run_ranks(first_norms, 1, [jobs[number] for number in validated], timeout=300)
         for number, norm in zip(validated, norms, strict=True):
-            jobs[number] = jobs[number]._replace(clip=0.9999 * norm)
+            jobs[number] = jobs[number]._replace(clip=0.999999 * norm)
     layouts = [layout_of(case, job.clip) for case, job in zip(cases, jobs, strict=True)]
     return [
         job._replace(layout=dataclasses.replace(layout, more=(*layout.more, *case.recompute_words)))
