@@ -34,6 +34,11 @@ class Sharding:
         cuts = (self.weights, self.main_grads, self.optimizer)
         return Sharding(*(ShardOver.NONE if place.ways(cut) == 1 else cut for cut in cuts))
 
+    def joined(self, other: Sharding) -> Sharding:
+        """What is cut in one of two effective rows of a strategy."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Sharding(*(there if here is ShardOver.NONE else here for here, there in pairs))
+
     def gathers_from_main(self, place: ShardPlace) -> bool:
         """Whether gathers round main weights, where these have another dtype, so that nothing else rests: weights and
         optimizer are cut into the same parts, more than one."""
@@ -126,8 +131,8 @@ class ShardPlace:
 
     @property
     def groups(self) -> tuple[RankGroup, RankGroup]:
-        """The ranks that cut states, and the instances that repeat them."""
-        return RankGroup("dp", self.inner_size), RankGroup("outer", self.outer_size, instances=True)
+        """Of dense layers: `rank_groups`."""
+        return rank_groups(self)
 
     def ways(self, cut: ShardOver) -> int:
         """Into how many equal parts a buffer is sharded."""
@@ -142,3 +147,9 @@ class ShardPlace:
         if cut is ShardOver.INNER:
             return self.inner_rank
         return self.inner_rank * self.outer_size + self.outer_rank
+
+
+def rank_groups(place: ShardPlace, names: tuple[str, str] = ("dp", "outer")) -> tuple[RankGroup, RankGroup]:
+    """The ranks that cut states, and the instances that repeat them."""
+    inner, outer = names
+    return RankGroup(inner, place.inner_size), RankGroup(outer, place.outer_size, instances=True)

@@ -25,6 +25,7 @@ from megatron.core.optimizer.mixed_precision import GradStats
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.rank_grid import RankGrid
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.engine import Engine
@@ -156,8 +157,8 @@ class Run:
         masked: bool = False,
     ) -> None:
         self.config = _config(ctx.world_size, layout, tuple(words), global_batch)
-        instances = self.config.ddp.num_distributed_optimizer_instances
-        self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, instances)
+        part = self.config.world_part()
+        self.ps = _parallel_state(ctx, layout.tp, layout.pp, layout.dp, part.instances, part.experts)
         planner = self.config.planner()
         self.spec = planner.spec
         provider = partial(build_gpt_model, self.config, self.ps)
@@ -265,8 +266,10 @@ def train_run(
 
 
 @functools.cache
-def _parallel_state(ctx: RankContext, tp: int, pp: int, dp: int, instances: int) -> ParallelState:
-    return ctx.make_ps(tp=tp, pp=pp, dp=dp, instances=instances)
+def _parallel_state(
+    ctx: RankContext, tp: int, pp: int, dp: int, instances: int, experts: RankGrid | None
+) -> ParallelState:
+    return ctx.make_ps(tp=tp, pp=pp, dp=dp, instances=instances, experts=experts)
 
 
 def microbatch(step: int, index: int, *, masked: bool = False, samples: int = 1) -> dict[str, Tensor]:

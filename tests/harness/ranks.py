@@ -34,6 +34,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from megatron.core.device import Device
     from megatron.core.transport.parallel_state import ParallelState
+    from megatron.core.transport.rank_grid import RankGrid
 
 GRACE_S = 2.0  # after the first failure: time for the other ranks to report theirs
 
@@ -75,8 +76,11 @@ class RankContext:
         """All ranks data parallel."""
         return self.make_ps(dp=self.world_size)
 
-    def make_ps(self, *, instances: int = 1, **grid_arguments: Any) -> ParallelState:
-        """Any other grid: `ctx.make_ps(dp=2, pp=2)`, `order=...` too; instances: of the distributed optimizer."""
+    def make_ps(
+        self, *, instances: int = 1, experts: RankGrid | None = None, **grid_arguments: Any
+    ) -> ParallelState:
+        """Any other grid: `ctx.make_ps(dp=2, pp=2)`, `order=...` too; instances: of the distributed optimizer; experts:
+        their grid, where it is another one."""
         from megatron.core.transport.parallel_state import make_parallel_state
         from megatron.core.transport.rank_grid import RankGrid
 
@@ -85,6 +89,7 @@ class RankContext:
             self.device,
             datetime.timedelta(seconds=self.timeout),
             num_distributed_optimizer_instances=instances,
+            experts=experts,
         )
 
 

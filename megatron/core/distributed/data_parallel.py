@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed.custom_fsdp.all_gather_pipeline import AllGatherPipeline
-from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, num_bytes
+from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, ArenaSharding, num_bytes
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.custom_fsdp.grad_reduce_pipeline import GradReducePipeline
@@ -76,8 +76,9 @@ class DistributedDataParallel(GradSync):
         self._chunks = own = ModelChunks(modules, None if stages is None else tuple(stages))
         self.ps, self.config = ps, config
         groups = ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group)
-        self.place = groups.place
-        self.sharding = effective_sharding(config, self.place)
+        self.place, experts = groups.place, expert_arenas(config, ps)
+        dense = effective_sharding(config, self.place)
+        self.sharding = dense if experts is None else dense.joined(experts.sharding)
         self.memory_tracker = MemoryTracker()
         if param_meta is None:
             found = [m.param_meta if isinstance(m, MegatronModule) else infer_param_meta(m) for m in modules]
@@ -95,13 +96,14 @@ class DistributedDataParallel(GradSync):
             own.parameters,
             param_meta,
             config,
-            sharding=self.sharding,
+            sharding=dense,
             place=self.place,
             device=ps.device.torch_device,
             stages=own.stage_of,
             units=dict.fromkeys(own.parameters, "") | unit_of,
             new_full=memory.new,
             groups=groups,
+            experts=experts,
             tracker=self.memory_tracker,
         )
         self.gathers = AllGatherPipeline(names, self.buffer, memory, config.overlap_param_gather)
@@ -202,7 +204,7 @@ class DistributedDataParallel(GradSync):
 
     def resting_grad_bytes(self) -> int:
         """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
-        return num_bytes(self.buffer.grads_at_rest()) if self.sharding.main_grads is not ShardOver.NONE else 0
+        return num_bytes(self.buffer.cut_grads())
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
@@ -234,6 +236,11 @@ class DistributedDataParallel(GradSync):
         """Whether something is gathered or reduced unit by unit, for a computation to wait for."""
         cut = self.sharding.optimizer is not ShardOver.NONE
         return self.config.use_custom_fsdp or (self.config.overlap_param_gather and cut)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks hold some of its parameters, or of their states, too."""
+        return any(groups.place.dp_size > 1 for groups in self.groups)
 
     @property
     def is_stepping(self) -> bool:
@@ -270,6 +277,22 @@ class DistributedDataParallel(GradSync):
             lasting = frozenset(range(len(self.units)))
         slots = plan_slots(len(self.units), lasting=lasting)
         return DoubleBuffer(self.memory_tracker, {unit.name: slots[unit.index] for unit in self.units})
+
+
+def expert_arenas(config: DistributedDataParallelConfig, ps: ParallelState) -> ArenaSharding | None:
+    """How experts' states are cut: over the ranks that hold the same experts; None where they lie as the rest."""
+    if ps.experts is None:
+        return None
+    groups = ArenaGroups(
+        ps.expert_dp_gather_group,
+        ps.expert_dp_reduce_group,
+        ps.expert_dp_outer_group,
+        ("expert_dp", "expert_outer"),
+    )
+    row = sharding_of(config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
+    if groups.place.inner_size == 1:  # whole experts have no part that instances could cut further
+        row = sharding_of("no_shard")
+    return ArenaSharding(row.at(groups.place), groups.place, groups)
 
 
 def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace) -> Sharding:

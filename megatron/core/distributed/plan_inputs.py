@@ -64,6 +64,8 @@ def measured_wire(model: DistributedDataParallel) -> LaneCosts:
     lines = []
     for groups in model.groups:
         inner = groups.gather.size > 1
+        if not inner and groups.outer.size == 1:
+            continue  # whole experts, which nobody else has
         gather, reduce = (groups.gather, groups.reduce) if inner else (groups.outer, groups.outer)
         numels = (_SMALL, min(_LARGEST, max(4 * _SMALL, largest // 4 // gather.size)))
         seconds = []

@@ -273,10 +273,10 @@ def _spans(buffer: FlatBuffer) -> Iterator[tuple[BucketMemory, BufferSpan, int]]
     """What this rank updates, without padding, in the buffer's order: the bucket, elements of the arena's flat buffer
     at rest, and where the bucket's part begins in that. Nothing where it has no part of any parameter."""
     memory_of = {(memory.arena, memory.bucket.index): memory for memory in buffer.buckets}
-    cut = buffer.sharding.optimizer
     for index, arena in enumerate(buffer.arenas):
-        for span in arena.layout.spans_at_rest(buffer.place, cut) if arena.trained else ():
-            first = arena.layout.rest_start(span.bucket, buffer.place, cut)
+        layout, place, cut = arena.layout, arena.place, arena.sharding.optimizer
+        for span in layout.spans_at_rest(place, cut) if arena.trained else ():
+            first = layout.rest_start(span.bucket, place, cut)
             yield memory_of[index, span.bucket], span, first
 
 

@@ -9,6 +9,9 @@ Where the optimizer is sharded, every data parallel rank has a number for its ow
 inner and outer ranks share the work, even where outer ones hold the same. The sum is then over `world`, and every rank
 knows of every number.
 
+Where experts lie on a grid of their own, data parallel ranks hold other experts, so that every region has one owner in
+the world, and the sum is over `world`, too.
+
 Model order: global stage, place in the stage's list of parameters, offset of the region. The owner of a region is on
 the first stage that holds the parameter (tied embeddings are on two), and the first of its copies.
 """
@@ -24,9 +27,10 @@ from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.module import ModelError
+from megatron.core.param_meta import Region
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
-from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import Group, ParallelState
 
 
 class _Held(NamedTuple):
@@ -38,6 +42,7 @@ class _Held(NamedTuple):
     order: int
     offset: tuple[int, ...]
     copies: int
+    expert: bool
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -45,7 +50,7 @@ class _Held(NamedTuple):
 
 
 class GlobalNormIndex:
-    """Built once, communicating over mp.
+    """Built once, communicating over mp, and over expert_mp where experts lie on a grid of their own.
 
     size: regions of the whole model. owned: (name, region) of those that this rank answers for, or for a part of them.
     over_world: the optimizer is sharded, and data parallel ranks have a part each. of_earlier_stages: this rank's
@@ -55,35 +60,36 @@ class GlobalNormIndex:
     """
 
     def __init__(self, buffer: FlatBuffer, ps: ParallelState) -> None:
-        self._mp_group, self._device = ps.mp_group, ps.device.torch_device
+        self._device = ps.device.torch_device
         self.over_world = buffer.sharding.optimizer is not ShardOver.NONE
-        self._group = ps.world_group if self.over_world else ps.mp_group
-        self._num_parts = buffer.place.dp_size if self.over_world else 1
+        apart = ps.experts is not None
+        self._group = ps.world_group if self.over_world or apart else ps.mp_group
         regions = [
-            (_Held(name, buffer.stage_of(name), meta.shared, order, region.offset, region.copies), region)
-            for order, (name, meta) in enumerate((name, buffer.param_meta[name]) for name in buffer.names)
-            for region in meta.summed_parts
+            (_held(name, buffer, order, region), region)
+            for order, name in enumerate(buffer.names)
+            for region in buffer.param_meta[name].summed_parts
         ]
-        everyone = [
-            [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in rank]
-            for rank in host_data.all_gather_json([held for held, _ in regions], self._mp_group)
-        ]
-        first = _first_stages([held for rank in everyone for held in rank])
+        everyone = _gathered([held for held, _ in regions if not (apart and held.expert)], ps.mp_group)
+        if apart:
+            everyone += _gathered([held for held, _ in regions if held.expert], ps.expert_mp_group)
+        first = _first_stages([held for _, rank in everyone for held in rank])
 
         def owns(held: _Held, rank: int) -> bool:
-            tp_rank = ps.grid.coordinates(rank)["tp"]
-            return held.stage == first[held.name] and tp_rank % held.copies == 0
+            place = (ps.expert_grid if held.expert else ps.grid).coordinates(rank)
+            return held.stage == first[held.name] and place["tp"] % held.copies == 0
 
-        of_first = [held for rank in reversed(everyone) for held in rank if held.stage == first[held.name]]
+        of_first = [held for _, rank in reversed(everyone) for held in rank if held.stage == first[held.name]]
         places = {held.key: (held.stage, held.order, held.offset) for held in of_first}
         index = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
         self.size = len(index)
         self.of_earlier_stages = frozenset(held.name for held, _ in regions if held.stage != first[held.name])
-        ranks = zip(everyone, self._mp_group.ranks, strict=True)
-        owners = collections.Counter(held.key for told, rank in ranks for held in told if owns(held, rank))
+        owners = collections.Counter(held.key for rank, of in everyone for held in of if owns(held, rank))
         wrong = {key: owners[key] for key in index if owners[key] != 1}  # a region with two would count twice
         assert not wrong, f"regions by number of owners, where it is not 1 (Region.copies?): {wrong}"
         own = [(held, region) for held, region in regions if owns(held, ps.rank)]
+        if apart and not self.over_world:  # of those that hold the same, one
+            replica = {True: ps.expert_dp_rank, False: ps.dp_rank}
+            own = [(held, region) for held, region in own if replica[held.expert] == 0]
         self.owned = [(held.name, region) for held, region in own]
         positions = [index[held.key] for held, _ in own]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=self._device)
@@ -96,14 +102,25 @@ class GlobalNormIndex:
         return full
 
     def whole(self, full: Tensor) -> list[list[float]]:
-        """The rows of `place` with every rank's numbers, on the host. Communicates over mp, or `over_world`."""
-        expected = self._mp_group.size * self._num_parts
-        assert self._group.size == expected, (
-            f"{expected} ranks have a part each, {self._group.size} are added"
-        )
+        """The rows of `place` with every rank's numbers, on the host. Communicates over mp or world."""
         collectives.all_reduce(full, self._group)
         values: list[list[float]] = full.tolist()  # sync: figures that the host decides on
         return values
+
+
+def _held(name: str, buffer: FlatBuffer, order: int, region: Region) -> _Held:
+    meta = buffer.param_meta[name]
+    place = (order, region.offset, region.copies)
+    return _Held(name, buffer.stage_of(name), meta.shared, *place, meta.expert)
+
+
+def _gathered(own: Sequence[_Held], group: Group) -> list[tuple[int, list[_Held]]]:
+    """By rank of the world, what each of a group holds. Communicates over the group."""
+    everyone = host_data.all_gather_json(own, group)
+    return [
+        (rank, [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in held])
+        for rank, held in zip(group.ranks, everyone, strict=True)
+    ]
 
 
 def _first_stages(everyone: Sequence[_Held]) -> dict[str, int]:

@@ -115,10 +115,10 @@ class MixedPrecisionOptimizer(Stepper):
         """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over dp and world
         where the optimizer is sharded; changes nothing. See [Note: the norm's bits] in clip_grads."""
         full = self._figures(count_zero_grads)
-        if self._index.over_world and self.ps.dp_size > 2:
+        if self._index.over_world and self.ps.stage_group.size > 2:
             # In rank order, and told by the first: the sum of two is the same in any order, that of three is not.
-            full = self._summed_over_dp(full)
-            if self.ps.dp_rank > 0:
+            full = self._summed_over_stage(full)
+            if self.ps.stage_group.rank > 0:
                 full.zero_()
         sums, *zeros = self._index.whole(full)
         nonfinite = not all(map(math.isfinite, sums))
@@ -143,8 +143,11 @@ class MixedPrecisionOptimizer(Stepper):
         """
         full = self._figures(count_zero_grads)
         if self._index.over_world:
-            full = self._summed_over_dp(full)
-        collectives.all_reduce(full, self.ps.tp_group)
+            full = self._summed_over_stage(full)
+        elif self.ps.experts is not None:
+            collectives.all_reduce(full, self.ps.stage_group)
+        if self.ps.experts is None:
+            collectives.all_reduce(full, self.ps.tp_group)
         rows = full.tolist()  # sync: figures that the host decides on
         seen = nonfinite or not all(map(math.isfinite, rows[0]))
         told = torch.tensor([seen, *extras], dtype=torch.float64, device=self.ps.device.torch_device)
@@ -264,9 +267,10 @@ class MixedPrecisionOptimizer(Stepper):
             figures.append(zero_counts_of_parts(self._grads))
         return self._index.place(figures)
 
-    def _summed_over_dp(self, full: Tensor) -> Tensor:
-        """The sum over data parallel ranks in their order: the same bits on all of them, and for every transport."""
-        group, total = self.ps.dp_group, torch.empty_like(full)
+    def _summed_over_stage(self, full: Tensor) -> Tensor:
+        """The sum over a stage's ranks that have parts of one region, in their order: the same bits on all of them, and
+        for every transport."""
+        group, total = self.ps.stage_group, torch.empty_like(full)
         everyone = full.new_empty(group.size * full.numel())
         collectives.all_gather(everyone, full.view(-1), group)
         add_in_rank_order(everyone.view(group.size, -1).unbind(), total.view(-1))

@@ -17,6 +17,7 @@ from torch import nn
 from megatron.core.param_meta import GradRoute, InitKind, ParamMeta, Region
 from megatron.core.protocols import WeightGradSink
 from megatron.core.rectangles import Dims, even_share
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 
 
@@ -57,6 +58,18 @@ def band_regions(shape: Dims, bands: Sequence[Band], dim: int, tp: TensorParalle
     return tuple(regions)
 
 
+def expert_regions(shape: Dims, regions: tuple[Region, ...], own: range) -> tuple[Region, ...]:
+    """Regions of a parameter of global `shape`, [experts, ...], of which this rank has `own` experts. regions: what of
+    each expert it has, as if it had all."""
+    if len(own) == shape[0]:
+        return regions
+    start = (0,) * len(shape)
+    return tuple(
+        dataclasses.replace(one, offset=(own.start, *one.offset[1:]), shape=(len(own), *one.shape[1:]))
+        for one in regions or (Region(start, start, shape),)
+    )
+
+
 def vocabulary_band(vocab_size: int, tp: TensorParallel) -> Band:
     """This rank's rows of a vocabulary, which TP need not divide: as many for each rank, for the last what is left."""
     rows = even_share(vocab_size, tp.size)
@@ -93,7 +106,8 @@ class LayerFactory:
     """What every layer of one model is built with.
 
     sink: where gradients go. dtype, device: of the parameters. init_std: of ordinary weights; residual_std:
-    of the weights that write into the residual stream. tp: the ranks that share each layer. name: of the layer to be
+    of the weights that write into the residual stream. tp: the ranks that share each layer. experts: those over which
+    experts lie; None: as the rest. name: of the layer to be
     built, which leads to it from the model.
     """
 
@@ -103,6 +117,7 @@ class LayerFactory:
     init_std: float = 0.02
     residual_std: float = 0.02
     tp: TensorParallel = ALONE
+    experts: ExpertRanks | None = None
     name: str = ""
 
     def at(self, child: str) -> LayerFactory:

@@ -194,6 +194,11 @@ class TransformerConfig:
     moe_token_drop_policy: Literal["probs", "position"] = arg(
         "probs", "whom a full expert takes: those that weigh most, or the earliest"
     )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = arg(
+        "allgather",
+        "how tokens come to experts on other ranks: all of them are gathered, or each is sent to where its experts are "
+        "(flex: as alltoall)",
+    )
     moe_grouped_gemm: bool = arg(False, "the products of a layer's experts as one kernel, where there is one")
     moe_per_layer_logging: bool = arg(False, "numbers of experts in the record by layer, too")
     # Dropout and initial weights

@@ -23,6 +23,7 @@ from megatron.core.transport.gloo_pairs import (
     Works,
     add_in_rank_order,
     exchange_in_pairs,
+    exchange_uneven,
     gather_in_pairs,
 )
 from megatron.core.transport.peer_loss import blame
@@ -107,6 +108,43 @@ def reduce_scatter_units(items: Pairs, group: Group, *, accumulate: bool, async_
         return Pending("reduce_scatter", group)
     prepare = _reduce(flat, group, accumulate)
     return _first_call("reduce_scatter", group, prepare, items, 1, accumulate).launch(async_op)
+
+
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: Group,
+    *,
+    async_op: bool = False,
+) -> Pending:
+    """output [sum(received), ...] <- the rows that each rank sends here, in group order; input [sum(sent), ...]: the
+    rows for each rank. Numbers of rows may be 0; what one rank sends another is what that receives from it.
+
+    What counts as moved is what leaves this rank.
+    """
+    assert (len(output), len(input)) == (sum(received), sum(sent)), (
+        f"{len(output)} rows of {received}, {len(input)} of {sent}"
+    )
+    assert input.is_contiguous() and output.is_contiguous(), "rows of one block of memory"  # noqa: PT018
+    if group.size == 1:
+        output.copy_(input)
+        return Pending("all_to_all", group)
+    parts, own = input.split(list(sent)), group.rank
+
+    def start() -> Running:
+        if group.backend != "gloo":
+            return dist.all_to_all_single(
+                output, input, list(received), list(sent), group.process_group, async_op=True
+            )
+        into = output.split(list(received))
+        works = exchange_uneven(into, parts, _process_group(group))
+        into[own].copy_(parts[own])
+        return works
+
+    away = input.nbytes - parts[own].nbytes
+    return Call("all_to_all", group, lambda: (start, None, ()), (output, input), away).launch(async_op)
 
 
 def sum_gradients(bucket: Tensor, group: Group) -> Pending:

@@ -19,7 +19,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 # 2^18, and the same or more without blocks.
 BLOCK = 1 << 18
 # Messages of two kinds must not be taken for each other; point_to_point has 0.
-_GATHER_TAG, _EXCHANGE_TAG = 1, 2
+_GATHER_TAG, _EXCHANGE_TAG, _UNEVEN_TAG = 1, 2, 3
 
 
 class Works:
@@ -64,6 +64,19 @@ def exchange_in_pairs(full: Sequence[Tensor], received: Sequence[Tensor], talk: 
         works += [talk.recv([box[row]], source, _EXCHANGE_TAG) for box in received]
     for _, target in _others(talk):
         works += [talk.send([one[target]], target, _EXCHANGE_TAG) for one in full]
+    return Works(works)
+
+
+def exchange_uneven(received: Sequence[Tensor], sent: Sequence[Tensor], talk: dist.ProcessGroup) -> Works:
+    """sent[r] to rank r, what rank r sends here into received[r]; the own row is left alone. Empty ones do not
+    travel."""
+    works = []
+    for source, _ in _others(talk):
+        if received[source].numel():
+            works.append(talk.recv([received[source]], source, _UNEVEN_TAG))
+    for _, target in _others(talk):
+        if sent[target].numel():
+            works.append(talk.send([sent[target]], target, _UNEVEN_TAG))
     return Works(works)
 
 

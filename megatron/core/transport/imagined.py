@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from megatron.core.device import Device, imagining
 from megatron.core.transport.parallel_state import Group, ParallelState, imagined_state
-from megatron.core.transport.rank_grid import RankGrid, WorldPart
+from megatron.core.transport.rank_grid import PURPOSES, WorldPart
 
 _T = TypeVar("_T")
+_OF_A_COPY = [purpose for purpose in PURPOSES if purpose.name in ("mp", "expert_mp")]
 _Meeting = tuple[str, tuple[int, ...], int]  # purpose, ranks, how many there were before
 
 
@@ -28,15 +29,16 @@ class WorldEndedError(Exception):
 
 
 class ImaginedWorld:
-    """`ImaginedPeers` of all ranks that share a copy of the model with `rank`. device: what every rank computes on.
+    """`ImaginedPeers` of all ranks that share a copy of the model with `rank`, dense layers and experts.
 
-    instances: of the distributed optimizer. Raises RankGridError when they do not divide dp.
+    part: the whole world. device: what every rank computes on. Raises RankGridError where its grids do not fit.
     """
 
-    def __init__(self, grid: RankGrid, device: Device, *, rank: int = 0, instances: int = 1) -> None:
+    def __init__(self, part: WorldPart, device: Device, *, rank: int = 0) -> None:
         assert device.imagined, f"ranks of an imagined world on {device}"
-        self._part, self.device = WorldPart(tuple(range(grid.world_size)), grid, instances), device
-        self.ranks = grid.group("tp-pp", rank)
+        self._part, self.device = part, device
+        self.ranks = _of_a_copy(part, rank)
+        self._speakers = {self._places(one): one for one in reversed(self.ranks)}
         self._calls: Counter[tuple[int, str]] = Counter()
         self._told: dict[_Meeting, dict[int, bytes]] = {}
         self._left: set[int] = set()
@@ -87,5 +89,21 @@ class ImaginedWorld:
 
     def _speaker(self, rank: int) -> int:
         """Who says what a rank says."""
-        places, here = self._part.grid.coordinates(rank), self._part.grid.coordinates(self.ranks[0])
-        return self._part.grid.rank({**here, "tp": places["tp"], "pp": places["pp"]})
+        return self._speakers[self._places(rank)]
+
+    def _places(self, rank: int) -> tuple[int, ...]:
+        """Which part of the model a rank holds."""
+        dense, experts = self._part.grid, self._part.experts or self._part.grid
+        of_dense, of_experts = dense.coordinates(rank), experts.coordinates(rank)
+        return of_dense["pp"], of_dense["tp"], of_experts["tp"], of_experts["ep"]
+
+
+def _of_a_copy(part: WorldPart, rank: int) -> tuple[int, ...]:
+    """Ranks that hold, in every combination, the parts of a model."""
+    found, new = set[int](), {rank}
+    while new:
+        found |= new
+        new = {
+            other for one in new for purpose in _OF_A_COPY for other in part.own_ranks(purpose, one)
+        } - found
+    return tuple(sorted(found))

@@ -107,6 +107,7 @@ class ParallelState:
     grid: RankGrid
     device: Device
     groups: Mapping[str, Group]
+    experts: RankGrid | None = None  # where they do not lie as dense layers do
 
     def group(self, purpose: str) -> Group:
         assert purpose in self.groups, f"no group {purpose!r}; purposes: {sorted(self.groups)}"
@@ -127,6 +128,15 @@ class ParallelState:
     pp_backward_group = _group("pp_backward")
     # The first and the last of the pipeline; a rank between them, or a pipeline of one, is alone.
     embedding_group = _group("embedding")
+    ep_group = _group("ep")  # ranks that have other experts
+    etp_group = _group("etp")  # ranks that have another part of the same experts
+    ep_etp_group = _group("ep_etp")  # to whom tokens are sent
+    # As those of dense layers, for ranks that hold the same experts.
+    expert_dp_reduce_group = _group("expert_dp_reduce")
+    expert_dp_gather_group = _group("expert_dp_gather")
+    expert_dp_outer_group = _group("expert_dp_outer")
+    expert_mp_group = _group("expert_mp")  # all ranks that together hold one copy of all experts
+    stage_group = _group("stage")  # all ranks of a pipeline stage; without a grid of experts those of dp
 
     @functools.cached_property
     def coordinates(self) -> Mapping[str, int]:
@@ -135,6 +145,20 @@ class ParallelState:
 
     tp_rank, dp_rank, pp_rank = _rank("tp"), _rank("dp"), _rank("pp")
     tp_size, dp_size, pp_size = _size("tp"), _size("dp"), _size("pp")
+
+    @property
+    def expert_grid(self) -> RankGrid:
+        """Where experts lie."""
+        return self.experts or self.grid
+
+    @functools.cached_property
+    def expert_coordinates(self) -> Mapping[str, int]:
+        """This rank's place along every axis of the experts' grid."""
+        return MappingProxyType(dict(self.expert_grid.coordinates(self.rank)))
+
+    ep_rank = _Of(lambda ps: ps.expert_coordinates["ep"])
+    etp_rank = _Of(lambda ps: ps.expert_coordinates["tp"])
+    expert_dp_rank = _Of(lambda ps: ps.expert_coordinates["dp"])
 
     @property
     def is_first_rank(self) -> bool:
@@ -195,11 +219,12 @@ def make_parallel_state(
     observer: Observer | None = None,
     *,
     num_distributed_optimizer_instances: int = 1,
+    experts: RankGrid | None = None,
 ) -> ParallelState:
     """Make every group of `PURPOSES`; the default process group must exist (`init_process_group`).
 
     num_distributed_optimizer_instances: into so many parts dp is divided (dp_reduce and dp_gather are one of them,
-    dp_outer goes across).
+    dp_outer goes across). experts: their grid; None where they lie as dense layers do.
 
     timeout: after which a collective gives up on a silent peer. observer: told of every collective, for a
     watchdog that says who is stuck. Communicates over the whole world; every rank calls it with the same
@@ -208,7 +233,7 @@ def make_parallel_state(
     """
     rank, world_size = (0, 1) if grid.world_size == 1 else (dist.get_rank(), dist.get_world_size())
     assert world_size == grid.world_size, f"world of {world_size} ranks, grid for {grid.world_size}"
-    everyone = WorldPart(tuple(range(world_size)), grid, num_distributed_optimizer_instances)
+    everyone = WorldPart(tuple(range(world_size)), grid, num_distributed_optimizer_instances, experts)
     return make_state_of_parts([everyone], rank, device, timeout, observer)
 
 
@@ -228,6 +253,9 @@ def make_state_of_parts(
     groups: dict[str, Group] = {}
     transports: list[ShmTransport] = []
     for purpose in PURPOSES:
+        if (shared := own.shared_purpose(purpose)) is not None:
+            groups[purpose.name] = groups[shared]
+            continue
         ranks = own.own_ranks(purpose, rank)
         lists = [one for part in parts for one in part.rank_lists(purpose)]
         backend = _backend(purpose, device)
@@ -239,7 +267,7 @@ def make_state_of_parts(
         shm = open_shm_transport(group, transports) if purpose.shared_memory else None
         groups[purpose.name] = dataclasses.replace(group, observer=observer, shm=shm)
     place, size = own.ranks.index(rank), len(own.ranks)
-    return ParallelState(place, size, own.grid, device, MappingProxyType(groups))
+    return ParallelState(place, size, own.grid, device, MappingProxyType(groups), own.experts)
 
 
 def single_process(
@@ -254,11 +282,14 @@ def imagined_state(part: WorldPart, rank: int, device: Device, peers: ImaginedPe
     """A rank of a world that is not there. Communicates with nobody."""
     groups: dict[str, Group] = {}
     for purpose in PURPOSES:
+        if (shared := part.shared_purpose(purpose)) is not None:
+            groups[purpose.name] = groups[shared]
+            continue
         ranks = part.own_ranks(purpose, rank)
         where = _backend(purpose, device), None, device, DEFAULT_TIMEOUT
         others = peers if len(ranks) > 1 else None
         groups[purpose.name] = Group(purpose.name, ranks, ranks.index(rank), *where, peers=others)
-    return ParallelState(rank, len(part.ranks), part.grid, device, MappingProxyType(groups))
+    return ParallelState(rank, len(part.ranks), part.grid, device, MappingProxyType(groups), part.experts)
 
 
 def _backend(purpose: Purpose, device: Device) -> str:

@@ -139,9 +139,10 @@ def _left(world_size: int, sizes: Mapping[str, int]) -> int:
 class Purpose:
     """One row of the table of groups.
 
-    axes: ranks that differ only along these are one group. part: which of them. "ends": the first and the last
-    along the axis (those between are alone). "inner": runs of neighbours along the axis, one for each
-    distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
+    axes: ranks that differ only along these are one group. experts: axes are those of the experts' grid. shared_with:
+    the purpose whose communicator serves this one too where experts have no grid of their own. part: which of them.
+    "ends": the first and the last along the axis (those between are alone). "inner": runs of neighbours along the axis,
+    one for each distributed optimizer instance. "outer": those at the same place in every such run. transport: "device"
     talks over the device's own backend, "host" over gloo whatever the device is (small host data, barriers
     that can name the missing rank). point_to_point: its ranks talk in pairs, not all together. high_priority: on
     CUDA its messages go before kernels that wait to be started. shared_memory: where all its ranks compute on the
@@ -151,6 +152,8 @@ class Purpose:
     name: str
     axes: str
     part: Literal["all", "ends", "inner", "outer"] = "all"
+    experts: bool = False
+    shared_with: str = ""
     transport: Literal["device", "host"] = "device"
     point_to_point: bool = False
     high_priority: bool = False
@@ -162,25 +165,64 @@ PURPOSES = (
     Purpose("control", "-".join(AXES), transport="host"),  # JSON, barriers, checkpoints' plans
     Purpose("dp", "dp"),  # sums over the ranks that see different samples
     # Gradients of one optimizer instance; its parameters, gathered meanwhile.
-    Purpose("dp_reduce", "dp", part="inner", high_priority=True, shared_memory=True),
-    Purpose("dp_gather", "dp", part="inner", high_priority=True, shared_memory=True),
-    Purpose("dp_outer", "dp", part="outer"),  # the same shard in every instance
+    Purpose("dp_reduce", "dp-cp", part="inner", high_priority=True, shared_memory=True),
+    Purpose("dp_gather", "dp-cp", part="inner", high_priority=True, shared_memory=True),
+    Purpose("dp_outer", "dp-cp", part="outer"),  # the same shard in every instance
     Purpose("tp", "tp"),  # activations inside a layer
     Purpose("mp", "tp-pp"),  # all that together hold one copy of the model: norms, counts
     Purpose("pp", "pp"),  # collectives over the stages
     Purpose("pp_forward", "pp", point_to_point=True),  # activations, to later stages
     Purpose("pp_backward", "pp", point_to_point=True),  # gradients, to earlier stages
     Purpose("embedding", "pp", part="ends"),  # tied embeddings on the first and the last stage's ranks
+    # Experts: who has which of them, who has which part of each, and to both together tokens are sent.
+    Purpose("ep", "ep", experts=True),
+    Purpose("etp", "tp", experts=True, shared_with="tp"),
+    Purpose("ep_etp", "tp-ep", experts=True, shared_with="tp"),
+    # As the three of dense layers, for the ranks that hold the same experts.
+    Purpose(
+        "expert_dp_reduce",
+        "dp",
+        part="inner",
+        experts=True,
+        shared_with="dp_reduce",
+        high_priority=True,
+        shared_memory=True,
+    ),
+    Purpose(
+        "expert_dp_gather",
+        "dp",
+        part="inner",
+        experts=True,
+        shared_with="dp_gather",
+        high_priority=True,
+        shared_memory=True,
+    ),
+    Purpose("expert_dp_outer", "dp", part="outer", experts=True, shared_with="dp_outer"),
+    Purpose("expert_mp", "tp-ep-pp", experts=True, shared_with="mp"),  # one copy of all experts
+    # Whose norms are parts of one: a pipeline stage, where experts lie across all its ranks.
+    Purpose("stage", "tp-ep-dp", experts=True, shared_with="dp"),
 )
 
 
-def check_instances(grid: RankGrid, instances: int) -> None:
-    """Raises RankGridError when `instances` does not divide the data parallel size."""
-    if instances < 1 or grid.dp % instances:
-        numbers = ", ".join(str(n) for n in range(1, grid.dp + 1) if grid.dp % n == 0)
+def check_instances(grid: RankGrid, instances: int, what: str = "data parallel size") -> None:
+    """Raises RankGridError when `instances` does not divide the data parallel size, which is called `what`."""
+    size = grid.size("dp-cp")
+    if instances < 1 or size % instances:
+        numbers = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise RankGridError(
-            f"--num-distributed-optimizer-instances {instances} does not divide the data parallel size "
-            f"{grid.dp}; choose one of {numbers}"
+            f"--num-distributed-optimizer-instances {instances} does not divide the {what} {size}; choose one of "
+            f"{numbers}"
+        )
+
+
+def check_folding(dense: RankGrid, experts: RankGrid) -> None:
+    """Raises RankGridError where the two do not have the same ranks in each pipeline stage."""
+    if (experts.pp, experts.strides["pp"]) != (dense.pp, dense.strides["pp"]):
+        inside, wanted = experts.tp * experts.ep, dense.tp * dense.cp
+        raise RankGridError(
+            f"--use-tp-pp-dp-mapping with expert tensor {experts.tp} x expert {experts.ep} = {inside} ranks beside "
+            f"tensor {dense.tp} x context {dense.cp} = {wanted}: experts of a pipeline stage would lie on ranks of "
+            "another one; make both products the same, or leave the mapping out"
         )
 
 
@@ -204,26 +246,42 @@ class MeshError(ValueError):
 class WorldPart:
     """Ranks of the world that stand in a grid of their own. ranks: the world's, by their place in that grid.
 
-    instances: of the distributed optimizer.
+    instances: of the distributed optimizer. experts: the grid of experts over the same ranks; None where that is the
+    same one.
     """
 
     ranks: tuple[int, ...]
     grid: RankGrid
     instances: int = 1
+    experts: RankGrid | None = None
+
+    def check(self) -> None:
+        """Raises RankGridError when the instances do not divide the ranks that hold the same, or the grids do not fit
+        each other."""
+        check_instances(self.grid, self.instances)
+        if self.experts is not None:
+            check_instances(self.experts, self.instances, "number of ranks that hold the same experts,")
+            check_folding(self.grid, self.experts)
+
+    def grid_of(self, purpose: Purpose) -> RankGrid:
+        """That whose axes the purpose names. Raises RankGridError as `check`."""
+        self.check()
+        return self.experts if purpose.experts and self.experts is not None else self.grid
+
+    def shared_purpose(self, purpose: Purpose) -> str | None:
+        """The purpose whose communicators serve this one too; None where it has its own."""
+        return (purpose.shared_with or None) if self.experts is None else None
 
     def rank_lists(self, purpose: Purpose) -> list[tuple[int, ...]]:
-        """All groups of a purpose within this part, as ranks of the world. Raises RankGridError when the instances do
-        not divide dp."""
-        check_instances(self.grid, self.instances)
-        along = self.grid.groups(purpose.axes)
+        """All groups of a purpose within this part, as ranks of the world. Raises RankGridError as `grid_of`."""
+        along = self.grid_of(purpose).groups(purpose.axes)
         lists = (part for ranks in along for part in _parts(purpose, ranks, self.instances))
         return [tuple(self.ranks[place] for place in places) for places in lists]
 
     def own_ranks(self, purpose: Purpose, rank: int) -> tuple[int, ...]:
         """The group of `rank`, one of the world's: that of `rank_lists`, without computing the others'."""
-        check_instances(self.grid, self.instances)
         own = self.ranks.index(rank)
-        parts = _parts(purpose, self.grid.group(purpose.axes, own), self.instances)
+        parts = _parts(purpose, self.grid_of(purpose).group(purpose.axes, own), self.instances)
         places = next(part for part in parts if own in part)
         return tuple(self.ranks[place] for place in places)
 

@@ -23,7 +23,7 @@ from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport import rank_grid
-from megatron.core.transport.rank_grid import RankGrid, RankGridError
+from megatron.core.transport.rank_grid import RankGrid, RankGridError, WorldPart
 from megatron.training.config import training_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
 from megatron.training.config.state_bytes import rank_budget, state_bytes
@@ -111,6 +111,14 @@ class Config:
         etp = p.expert_tensor_parallel_size or p.tensor_model_parallel_size
         sizes = {"ep": p.expert_model_parallel_size, "pp": p.pipeline_model_parallel_size}
         return rank_grid.expert_grid(self.world_size, etp=etp, **sizes, order=self.rank_order)
+
+    def world_part(self) -> WorldPart:
+        """All ranks, on the grid of dense layers and, where they lie in another way, on that of experts. Raises
+        RankGridError."""
+        grid, experts = self.grid(), self.expert_grid()
+        instances = self.ddp.num_distributed_optimizer_instances
+        own = experts if self.model.num_experts is not None and experts != grid else None
+        return WorldPart(tuple(range(self.world_size)), grid, instances, own)
 
     @property
     def data_parallel_size(self) -> int:

@@ -12,7 +12,7 @@ import resource
 import threading
 import traceback
 
-from megatron.core.transport.rank_grid import PURPOSES, WorldPart
+from megatron.core.transport.rank_grid import PURPOSES
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 
@@ -31,9 +31,9 @@ def _communicators(config: Config, env: LaunchEnv) -> list[int]:
     """The sizes of those that this rank takes part in, torch's default one included."""
     if env.world_size == 1:
         return []
-    instances = config.ddp.num_distributed_optimizer_instances
-    world = WorldPart(tuple(range(env.world_size)), config.grid(), instances)
-    sizes = [len(world.own_ranks(purpose, env.rank)) for purpose in PURPOSES]
+    world = config.world_part()
+    own = [purpose for purpose in PURPOSES if world.shared_purpose(purpose) is None]
+    sizes = [len(world.own_ranks(purpose, env.rank)) for purpose in own]
     return [env.world_size, *(size for size in sizes if size > 1)]
 
 

@@ -132,8 +132,6 @@ def unsupported_flags(context: RuleContext) -> list[Problem]:
         value = getattr(context, name) if entry.allowed is not None else None
         if entry.allowed is None or str(value) in entry.allowed:
             continue
-        if name == "expert_tensor_parallel_size" and value == context.tensor_model_parallel_size:
-            continue  # what it is without being asked for
         shown = entry.spelling if value is True else f"{entry.spelling} {value}"
         refused.append((shown, entry.spelling, entry.fix))
     return [Problem("not-supported", (flag,), f"{shown}{NOT_SUPPORTED}", fix) for shown, flag, fix in refused]

@@ -32,7 +32,12 @@ _NEEDED_BY_TOKENIZER = {
 
 
 def expert_grid_fault(c: RuleContext) -> str | None:
-    return refusal(c.config.expert_grid, RankGridError)
+    return None if grid_fault(c) else refusal(lambda: c.config.world_part().check(), RankGridError)
+
+
+def experts_apart(c: RuleContext) -> bool:
+    """Whether experts lie on a grid of their own."""
+    return expert_grid_fault(c) is None and not grid_fault(c) and c.config.world_part().experts is not None
 
 
 def batch_fault(c: RuleContext) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.custom_fsdp.squared_sums import all_finite
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.sharding_table import ShardOver
@@ -143,20 +144,39 @@ def check_replicas(engine: Engine, ps: ParallelState, iteration: int) -> None:
     ReplicaMismatchError, on every rank alike.
     """
     engine.model.settle_weights()
-    buffer = engine.model.buffer
-    if buffer.sharding.weights is ShardOver.NONE:
-        weights = {name: buffer.weight(name) for name in (*buffer.names, *buffer.frozen)}
-    else:  # this rank's part of each bucket
-        weights = {f"the shard of unit {memory.name}": memory.weights_at_rest for memory in buffer.buckets}
-    digests = {name: tensor_digest(tensor) for name, tensor in weights.items()}
-    place = [ps.tp_rank, ps.pp_rank, buffer.place.index(buffer.sharding.weights)]
-    mine = [*place, hashlib.blake2b("".join(digests.values()).encode()).hexdigest()]
-    everyone = host_data.all_gather_json(mine, ps.control_group)
-    if all_alike(everyone):
-        return
-    # Only now what differs: names and digests of every parameter are much to tell.
-    difference = first_difference(everyone, host_data.all_gather_json(digests, ps.control_group))
-    raise ReplicaMismatchError(
+    for place, weights in _held(engine.model.buffer, ps):
+        digests = {name: tensor_digest(tensor) for name, tensor in weights.items()}
+        mine = [*place, hashlib.blake2b("".join(digests.values()).encode()).hexdigest()]
+        everyone = host_data.all_gather_json(mine, ps.control_group)
+        if not all_alike(everyone):
+            # Only now what differs: names and digests of every parameter are much to tell.
+            difference = first_difference(everyone, host_data.all_gather_json(digests, ps.control_group))
+            raise _mismatch(iteration, difference)
+
+
+def _held(buffer: FlatBuffer, ps: ParallelState) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """What ranks of one place hold alike: of the layers, and where they lie on a grid of their own of the experts."""
+    for experts in (False, True) if ps.experts is not None else (None,):
+        row, place = buffer.sharding, buffer.place
+        buckets = [
+            memory
+            for memory in buffer.buckets
+            if experts is None or buffer.arenas[memory.arena].layout.expert is experts
+        ]
+        names = [name for memory in buckets for name in memory.bucket.names]
+        if buckets:
+            row, place = buffer.arenas[buckets[0].arena].sharding, buffer.arenas[buckets[0].arena].place
+        coordinates = ps.expert_coordinates if experts else ps.coordinates
+        where = [*(coordinates[axis] for axis in ("tp", "ep", "pp")), place.index(row.weights)]
+        if row.weights is ShardOver.NONE:
+            alone = () if experts else (one for one in buffer.frozen if buffer.bucket_of(one) is None)
+            yield where, {name: buffer.weight(name) for name in (*names, *alone)}
+        else:  # this rank's part of each bucket
+            yield where, {f"the shard of unit {memory.name}": memory.weights_at_rest for memory in buckets}
+
+
+def _mismatch(iteration: int, difference: str) -> ReplicaMismatchError:
+    return ReplicaMismatchError(
         f"iteration {iteration}: {difference}. These replicas started alike and are updated alike, so a device, its "
         "memory or a link has failed, or code of the user's own writes weights. Start again from the last checkpoint, "
         "on other machines."

@@ -28,6 +28,7 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
 from megatron.core.parallelism_config import describe_schedule
 from megatron.core.param_meta import GradRoute, ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
 from megatron.core.transformer.experts.expert_bias import ExpertBiases
@@ -74,6 +75,7 @@ def build_gpt_model(
             "layers": spec.layers,
             "other_end_here": both_ends_here and (spec.embedding or spec.loss),
             "tp": TensorParallel.of(ps, config.parallel.sequence_parallel),
+            "experts": ExpertRanks.of(ps, config.model.moe_token_dispatcher_type),
         }
     return part_of_model(config, pre_process=pre_process, post_process=post_process, **part)
 
@@ -150,8 +152,7 @@ def build_engine(
 def imagined_world(config: Config, rank: int = 0) -> ImaginedWorld:
     """All ranks of one copy of the model, that of `rank`, on devices of the flags' kind. Raises RankGridError."""
     kind: DeviceKind = "cuda" if config.parallel.distributed_backend == "nccl" else "cpu"
-    instances = config.ddp.num_distributed_optimizer_instances
-    return ImaginedWorld(config.grid(), Device(kind, imagined=True), rank=rank, instances=instances)
+    return ImaginedWorld(config.world_part(), Device(kind, imagined=True), rank=rank)
 
 
 def imagined_engines(config: Config, rank: int = 0) -> dict[int, Engine]:
@@ -199,7 +200,7 @@ def build_chunk(
     with torch.device("meta") if on_meta else ps.device.torch_device:
         module = model_provider(**arguments)
     module.to(params_dtype(config))
-    what, described = type(module).__name__, _is_described(module, config)
+    what, described = type(module).__name__, ps.experts is None and _is_described(module, config)
     if config.parallel.rank_memory_limit is not None and not described:
         raise ModelError(
             "--rank-memory-limit plans by what the flags say of a GPT, and the model provider makes another model, "

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.sharding_table import ShardOver
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.description import ModelDescription, ModelPiece, renumbered
@@ -37,6 +38,7 @@ class ModelParts:
     def __init__(self, config: Config, ps: ParallelState, keeps_gathered: bool) -> None:
         self._config, self._groups, self._keeps_gathered = config, ps.groups.values(), keeps_gathered
         self._tp = TensorParallel.of(ps, config.parallel.sequence_parallel)
+        self._experts = ExpertRanks.of(ps, config.model.moe_token_dispatcher_type)
         dtype, sharding = params_dtype(config), config.sharding
         of_wire = sharding is not None and sharding.main_grads is not ShardOver.NONE
         self._main_grads = (grad_comm_dtype if of_wire else main_grad_dtype)(dtype, config.ddp)
@@ -70,7 +72,7 @@ class ModelParts:
 
     def _built(self, config: Config, **part: Any) -> GPTModel:
         given = {"layers": (), "pre_process": False, "post_process": False} | part
-        return part_of_model(config, tp=self._tp, **given)
+        return part_of_model(config, tp=self._tp, experts=self._experts, **given)
 
     def piece(self, config: Config, **part: Any) -> ModelPiece:
         """What is observed of a part of the model, its layers numbered from 0. part: as in `part_of_model`."""

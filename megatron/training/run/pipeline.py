@@ -105,7 +105,7 @@ class PipelineRunner:
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
         self.planner, spec = planner, planner.spec
         residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
-        if engine.model.place.dp_size > 1:
+        if engine.model.has_peers:
             own = spec.local_stages(self._ps.pp_rank)
             described = None
             if engine.is_described:

@@ -87,7 +87,7 @@ def _join_world(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelS
     """This rank's groups and who watches them, once all ranks have come to the store and were started alike: different
     flags make different groups, and ranks would wait for each other in them. Communicates over the world."""
     timeout = datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)
-    grid = config.grid()
+    part = config.world_part()
     store = open_store(env, timeout)
     if env.world_size > 1:
         meeting = Meeting(store, env.rank, env.world_size, timeout, hosts=hosts_store(env))
@@ -101,13 +101,14 @@ def _join_world(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelS
     store_host = f"{env.master_addr}:{env.master_port} (rank 0 or its launcher)"
     watchdog = Watchdog(store, env.rank, env.world_size, store_host=store_host)
     ps = parallel_state.make_parallel_state(
-        grid,
+        part.grid,
         here,
         timeout,
         observer=watchdog.collective,
-        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+        num_distributed_optimizer_instances=part.instances,
+        experts=part.experts,
     )
-    watchdog.watch(group.traffic for group in ps.groups.values())
+    watchdog.watch({id(group): group.traffic for group in ps.groups.values()}.values())
     return ps, watchdog
 
 

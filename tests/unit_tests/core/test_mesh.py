@@ -87,8 +87,9 @@ DP_PURPOSES = ("world", "control", "dp", "dp_reduce", "dp_gather", "dp_outer")
 
 def test_a_mesh_becomes_a_state():
     def told(ps):
-        others = {name for name, group in ps.groups.items() if group.size == 1}
-        handles = [group.process_group for group in ps.groups.values() if group.process_group is not None]
+        own = {name: group for name, group in ps.groups.items() if group.purpose == name}
+        others = {name for name, group in own.items() if group.size == 1}
+        handles = [group.process_group for group in own.values() if group.process_group is not None]
         assert len({id(handle) for handle in handles}) == len(handles)
         return (ps.rank, ps.world_size, ps.dp_rank, ps.dp_size), heard_over(ps, DP_PURPOSES), others
 
@@ -141,7 +142,7 @@ def test_a_mesh_becomes_a_state():
     )
     got = share_ranks(4, {check.__name__: check for check in checks})
     everyone = [0, 1, 2, 3]
-    singles = {purpose.name for purpose in PURPOSES} - set(DP_PURPOSES)
+    singles = {purpose.name for purpose in PURPOSES if not purpose.shared_with} - set(DP_PURPOSES)
     for rank in everyone:
         for name in ("whole_world", "default_group"):
             place, heard, alone = got[name][rank]

@@ -18,7 +18,14 @@ from megatron.core.transport.parallel_state import (
     single_process,
 )
 from megatron.core.transport.peer_loss import PeerLostError
-from megatron.core.transport.rank_grid import PURPOSES, TP_PP_DP_ORDER, RankGrid, RankGridError, WorldPart
+from megatron.core.transport.rank_grid import (
+    PURPOSES,
+    TP_PP_DP_ORDER,
+    RankGrid,
+    RankGridError,
+    WorldPart,
+    expert_grid,
+)
 from tests.harness.ranks import rank_outcomes, run_ranks, share_ranks
 
 
@@ -104,33 +111,38 @@ def test_every_purpose_talks_to_its_rank_list_and_to_nobody_else():
         "pp_before_dp": {"tp": 2, "dp": 2, "pp": 2, "order": TP_PP_DP_ORDER},
         "hybrid": {"dp": 4, "pp": 2, "instances": 2},
         "pp4": {"dp": 2, "pp": 4},
+        "experts": {"tp": 2, "dp": 2, "pp": 2, "experts": expert_grid(8, ep=4, pp=2)},
+        "experts_hybrid": {"tp": 2, "dp": 4, "experts": expert_grid(8, ep=2), "instances": 2},
     }
 
     def talk(arguments):
         def check(ctx):
             ps = ctx.make_ps(**arguments)
             heard = {}
-            for name, group in ps.groups.items():
+            own = {name: group for name, group in ps.groups.items() if group.purpose == name}
+            for name, group in own.items():
                 mine = torch.zeros(8)
                 mine[ctx.rank] = 1
                 collectives.all_reduce(mine, group)
                 heard[name] = tuple(mine.nonzero().flatten().tolist())
                 assert (group.process_group is None) == (group.size == 1)
                 assert group.ranks[group.rank] == ctx.rank
-            handles = [id(g.process_group) for g in ps.groups.values() if g.process_group is not None]
+            handles = [id(g.process_group) for g in own.values() if g.process_group is not None]
             return heard, len(handles) - len(set(handles))
 
         return check
 
     got = share_ranks(8, {name: talk(arguments) for name, arguments in layouts.items()})
     for name, arguments in layouts.items():
-        instances = arguments.get("instances", 1)
-        grid = RankGrid(8, **{key: value for key, value in arguments.items() if key != "instances"})
-        world = WorldPart(tuple(range(8)), grid, instances)
+        sizes = dict(arguments)
+        instances, experts = sizes.pop("instances", 1), sizes.pop("experts", None)
+        world = WorldPart(tuple(range(8)), RankGrid(8, **sizes), instances, experts)
         for rank, (heard, shared) in enumerate(got[name]):
-            for purpose in PURPOSES:
+            own = [purpose for purpose in PURPOSES if world.shared_purpose(purpose) is None]
+            assert list(heard) == [purpose.name for purpose in own]
+            for purpose in own:
                 assert heard[purpose.name] == world.own_ranks(purpose, rank), (name, purpose.name)
-            assert shared == 0  # every purpose has a communicator of its own
+            assert shared == 0  # each of these has a communicator of its own
 
 
 def test_properties_name_their_purposes():
@@ -204,9 +216,10 @@ def test_the_groups_of_one_rank_in_16384(monkeypatch):
         return sizes, ps.coordinates["pp"], ps.tp_group.ranks
 
     ((sizes, pp_rank, tp_ranks),) = run_ranks(body, 1)
-    assert sizes == {
+    own = {one.name: sizes[one.name] for one in PURPOSES if not one.shared_with}
+    assert own == {
         "world": 16384, "control": 16384, "dp": 128, "dp_reduce": 32, "dp_gather": 32, "dp_outer": 4,
-        "tp": 8, "mp": 128, "pp": 16, "pp_forward": 16, "pp_backward": 16, "embedding": 1,
+        "tp": 8, "mp": 128, "pp": 16, "pp_forward": 16, "pp_backward": 16, "embedding": 1, "ep": 1,
     }  # fmt: skip
     assert (pp_rank, tp_ranks) == (4, tuple(range(5000, 5008)))
 
@@ -236,7 +249,7 @@ def test_gradients_and_parameters_talk_on_nccls_high_priority_streams(monkeypatc
             parallel_state._make_communicator(purpose, [(0, 1)], (0, 1), backend, timeout)
             used, options = asked[purpose.name]
             assert used == backend
-            wanted = backend == "nccl" and purpose.name in ("dp_reduce", "dp_gather")
+            wanted = backend == "nccl" and purpose.name.endswith(("dp_reduce", "dp_gather"))
             assert (options is not None) == wanted
             if options is not None:
                 assert options.is_high_priority_stream

@@ -8,7 +8,6 @@ import pytest
 from megatron.core.device import Device
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler
-from megatron.core.sharding_table import ShardPlace
 from megatron.core.transport.parallel_state import single_process
 from megatron.training.guard.signals import SignalHandler
 from megatron.training.report.timers import Timers
@@ -29,7 +28,7 @@ def test_closing_a_runner_closes_its_recorder():
     ps, engine = (
         single_process(Device("cpu")),
         SimpleNamespace(
-            chunks=[], model=SimpleNamespace(residency=lambda *_: Residency("no_shard"), place=ShardPlace())
+            chunks=[], model=SimpleNamespace(residency=lambda *_: Residency("no_shard"), has_peers=False)
         ),
     )
 

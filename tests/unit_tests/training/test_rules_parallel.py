@@ -164,6 +164,70 @@ def test_the_yaml_of_a_cut_reads_back(words, tmp_path, monkeypatch):
     assert parse_config(["--yaml-cfg", "run.yaml"], env=env).parallel == config.parallel
 
 
-def test_experts_follow_the_tensor_parallel_size_or_are_refused():
-    assert configure(f"{TP} 2 --expert-tensor-parallel-size 2", 2).parallel.expert_tensor_parallel_size == 2
-    assert [p.rule for p in problems_of(f"{TP} 4 --expert-tensor-parallel-size 2", 4)] == ["not-supported"]
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64 --sequence-parallel"
+
+
+def test_experts_follow_the_tensor_parallel_size_or_have_a_grid_of_their_own():
+    assert configure(f"{TP} 2 {EXPERTS}", 2).parallel.expert_tensor_parallel_size == 2
+    assert configure(f"{TP} 2 {EXPERTS}", 4).world_part().experts is None
+    apart = configure(f"{TP} 2 {EXPERTS} --expert-tensor-parallel-size 1 --expert-model-parallel-size 4", 8)
+    grid = apart.world_part().experts
+    assert (grid.tp, grid.ep, grid.dp) == (1, 4, 2)
+    assert (
+        configure(f"{TP} 4 --expert-tensor-parallel-size 2", 4).world_part().experts is None
+    )  # of no experts
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "rule", "said"),
+    [
+        (
+            "--expert-model-parallel-size 2",
+            2,
+            "expert-parallel",
+            "--expert-model-parallel-size 2 without experts",
+        ),
+        (
+            f"{EXPERTS} --expert-model-parallel-size 3",
+            3,
+            "expert-parallel",
+            "--num-experts 8 is not divisible by",
+        ),
+        (
+            f"{EXPERTS} --expert-tensor-parallel-size 3",
+            3,
+            "expert-tensor-parallel",
+            "--moe-ffn-hidden-size 64 is not divisible by",
+        ),
+        (
+            f"{TP} 2 {EXPERTS} --expert-model-parallel-size 2",
+            2,
+            "expert-grid",
+            "2 ranks cannot be divided into expert tensor 2 x expert 2 x pipeline 1 = 4",
+        ),
+        (
+            f"{TP} 2 {PP} 2 --num-layers 2 {EXPERTS} --use-tp-pp-dp-mapping --expert-tensor-parallel-size 1 "
+            "--expert-model-parallel-size 4",
+            8,
+            "expert-grid",
+            "--use-tp-pp-dp-mapping with expert tensor 1 x expert 4 = 4 ranks beside tensor 2 x context 1 = 2",
+        ),
+        (
+            f"{EXPERTS} --expert-model-parallel-size 4 --use-custom-fsdp --data-parallel-sharding-strategy "
+            "optim_grads_params --num-distributed-optimizer-instances 2",
+            4,
+            "expert-grid",
+            "does not divide the number of ranks that hold the same experts, 1",
+        ),
+        (
+            f"{EXPERTS} --expert-model-parallel-size 2 --rank-memory-limit 4G",
+            2,
+            "rank-limit-experts",
+            "with experts on ranks of their own",
+        ),
+    ],
+)
+def test_a_grid_of_experts_that_does_not_fit_is_refused(words, ranks, rule, said):
+    found = {problem.rule: problem.message for problem in problems_of(words, ranks)}
+    assert rule in found, found
+    assert said in found[rule]

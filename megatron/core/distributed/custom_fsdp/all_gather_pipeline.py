@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.custom_fsdp.transient_memory import AllocatedMemory
-from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
 
@@ -41,21 +40,21 @@ class AllGatherPipeline:
         self, units: Sequence[str], buffer: FlatBuffer, memory: AllocatedMemory, overlap: bool
     ) -> None:
         self._memory, self._overlap = memory, overlap
-        self._is_sharded = buffer.sharding.weights is not ShardOver.NONE
-        self._units = [_Unit(name, buffer, is_sharded=self._is_sharded) for name in units]
+        self._units = [_Unit(name, buffer) for name in units]
 
     def state(self, unit: int) -> UnitState:
         return self._units[unit].state
 
     def is_blocked(self, unit: int) -> bool:
         """Whether the unit's slot of a double buffer is in use by another one."""
-        return self._is_sharded and self._memory.is_blocked("weights", self._units[unit].name)
+        one = self._units[unit]
+        return one.is_sharded and self._memory.is_blocked("weights", one.name)
 
     def start(self, unit: int) -> None:
         """Begin to gather; nothing to do where weights are unsharded. Where the unit's slot of a double buffer is
         still in use, the gather begins when it is waited for."""
         one = self._units[unit]
-        if self._is_sharded:
+        if one.is_sharded:
             assert one.state is UnitState.SHARDED, f"unit {one.name!r} is {one.state.value} already"
             one.asked = True
             if not self.is_blocked(unit):
@@ -72,7 +71,7 @@ class AllGatherPipeline:
     def free(self, unit: int) -> None:
         """Whole weights have no memory on return; nothing to do where weights are unsharded."""
         one = self._units[unit]
-        if self._is_sharded:
+        if one.is_sharded:
             assert one.state is not UnitState.SHARDED, f"unit {one.name!r} is not gathered"
             one.wait()  # memory is never taken from a collective under way
             self._memory.release("weights", one.name, one.fulls)
@@ -83,7 +82,7 @@ class AllGatherPipeline:
         freed; what other ranks have written is gathered."""
         self.settle()
         for number, unit in enumerate(self._units):
-            if self._is_sharded and unit.state is not UnitState.SHARDED:
+            if unit.is_sharded and unit.state is not UnitState.SHARDED:
                 self.free(number)
         for unit in self._units:
             unit.gather_at_rest()
@@ -120,13 +119,13 @@ class AllGatherPipeline:
 class _Unit:
     """fulls: its whole weights. asked: somebody wants them gathered. See [Note: at rest and whole]."""
 
-    def __init__(self, name: str, buffer: FlatBuffer, *, is_sharded: bool) -> None:
+    def __init__(self, name: str, buffer: FlatBuffer) -> None:
         buckets = buffer.buckets_of_unit(name)
         self.name = name
         self.fulls = [bucket.full_weights for bucket in buckets]
-        self.state = UnitState.SHARDED if is_sharded else UnitState.UNSHARDED
+        self.is_sharded = buffer.is_cut(buckets, "weights")
+        self.state = UnitState.SHARDED if self.is_sharded else UnitState.UNSHARDED
         self.asked = False
-        self._is_sharded = is_sharded
         self._pending: list[collectives.Pending] = []
         self._rounded = [(one.weights, one.weights_at_rest) for one in buckets if one.gathers_from_main]
         # What is gathered where it is needed, and what of weights at rest is, behind a step.
@@ -135,10 +134,11 @@ class _Unit:
         for groups, together in buffer.by_groups(buckets):
             full = collectives.Kept((one.full_weights, one.weights) for one in together)
             self._gathers.append((groups.gather, full))
-            if buffer.sharding.optimizer is not buffer.sharding.weights:
+            row = buffer.arenas[together[0].arena].sharding
+            if row.optimizer is not row.weights:
                 trained = [(one.weights, one.optimizer_weights) for one in together]
                 pairs = [(whole, part) for whole, part in trained if part is not None]
-                self._at_rest.append((groups.outer if is_sharded else groups.gather, pairs))
+                self._at_rest.append((groups.outer if self.is_sharded else groups.gather, pairs))
 
     def gather(self) -> None:
         self.state = UnitState.GATHERING
@@ -147,7 +147,7 @@ class _Unit:
         self._pending = [collectives.all_gather_units(pairs, group) for group, pairs in self._gathers]
 
     def gather_at_rest(self) -> None:
-        if self._at_rest and not self._is_sharded:
+        if self._at_rest and not self.is_sharded:
             self.state = UnitState.GATHERING
         self._pending = [collectives.all_gather_units(pairs, group) for group, pairs in self._at_rest]
 

@@ -21,7 +21,7 @@ from megatron.core.distributed.custom_fsdp.shard_layout import Bucket, FlatLayou
 from megatron.core.distributed.custom_fsdp.transient_memory import own_storage, with_memory
 from megatron.core.module import ModelError
 from megatron.core.param_meta import ParamMeta
-from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace
+from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace, rank_groups
 from megatron.core.transport.parallel_state import Group
 from megatron.core.transport.traffic import Traffic, traffic_of
 
@@ -41,12 +41,18 @@ class ArenaGroups:
     gather: Group
     reduce: Group
     outer: Group
+    names: tuple[str, str] = ("dp", "outer")  # as plans call the ranks that cut states, and the instances
 
     @property
     def place(self) -> ShardPlace:
         """Of this rank in them."""
         inner, outer = self.reduce, self.outer
         return ShardPlace(inner.rank, inner.size, outer.rank, outer.size)
+
+    @property
+    def rank_groups(self) -> tuple[RankGroup, RankGroup]:
+        """The ranks that cut states, and the instances that repeat them."""
+        return rank_groups(self.place, self.names)
 
     def moved(self) -> Traffic:
         """Since they were made."""
@@ -55,19 +61,43 @@ class ArenaGroups:
 
 
 @dataclasses.dataclass(frozen=True)
+class ArenaSharding:
+    """How arenas are cut. sharding: the effective row at `place`. groups: None where nobody communicates."""
+
+    sharding: Sharding
+    place: ShardPlace
+    groups: ArenaGroups | None = None
+
+    def __post_init__(self) -> None:
+        row = self.sharding
+        ways = [self.place.ways(cut) for cut in (row.weights, row.main_grads, row.optimizer)]
+        assert ways == sorted(ways), (
+            f"{row} over {self.place}: each of weights, gradients, optimizer is cut as its predecessor or finer"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Arena:
     """The flat buffers at rest of one layout; padding means nothing.
 
-    own_main_weights: None where main weights are (part of) `weights`. Frozen parameters have only weights. groups: None
-    where nobody communicates. gathers_from_main: of weights the main ones alone rest, `weights` has memory inside
+    cut: over whom. own_main_weights: None where main weights are (part of) `weights`. Frozen parameters have only
+    weights. gathers_from_main: of weights the main ones alone rest, `weights` has memory inside
     `FlatBuffer.resting_weights` only.
     """
 
     layout: FlatLayout
+    cut: ArenaSharding
     weights: Tensor
     own_main_weights: Tensor | None = None
-    groups: ArenaGroups | None = None
     gathers_from_main: bool = False
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.cut.sharding
+
+    @property
+    def place(self) -> ShardPlace:
+        return self.cut.place
 
     @property
     def trained(self) -> bool:
@@ -176,18 +206,10 @@ class BufferMaker:
     parameters: Mapping[str, nn.Parameter]
     param_meta: Mapping[str, ParamMeta]
     config: DistributedDataParallelConfig
-    sharding: Sharding
-    place: ShardPlace
     device: torch.device
     new_full: NewFull
 
-    def make(self, layouts: Sequence[FlatLayout], groups: ArenaGroups | None) -> None:
-        cuts = (self.sharding.weights, self.sharding.main_grads, self.sharding.optimizer)
-        ways = [self.place.ways(cut) for cut in cuts]
-        assert ways == sorted(ways), (
-            f"{self.sharding} over {self.place}: each of weights, gradients, optimizer is cut as its predecessor or "
-            "finer"
-        )
+    def make(self, layouts: Sequence[tuple[FlatLayout, ArenaSharding]]) -> None:
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.weights: dict[str, Tensor] = {}
         self.grads: dict[str, Tensor] = {}
@@ -196,14 +218,14 @@ class BufferMaker:
         self.buckets: list[BucketMemory] = []
         dtypes = {str(p.dtype): p.dtype for p in self.parameters.values()}
         numel: dict[torch.dtype, int] = {}
-        for layout in layouts:
-            if layout.trained and self.sharding.main_grads is ShardOver.NONE:
+        for layout, cut in layouts:
+            if layout.trained and cut.sharding.main_grads is ShardOver.NONE:
                 dtype = main_grad_dtype(dtypes[layout.dtype], self.config)
                 numel[dtype] = numel.get(dtype, 0) + layout.numel
         self.flat_grads = {dtype: self._zeros(size, dtype) for dtype, size in numel.items()}
         self._grads_left = dict(self.flat_grads)
-        for index, layout in enumerate(layouts):
-            self.arenas.append(self._arena(layout, dtypes[layout.dtype], groups))
+        for index, (layout, cut) in enumerate(layouts):
+            self.arenas.append(self._arena(layout, cut, dtypes[layout.dtype]))
             self.buckets += [self._bucket(index, bucket) for bucket in layout.buckets]
         for name, parameter in self.parameters.items():
             if name not in self.weights:  # a frozen one that keeps a storage of its own
@@ -211,21 +233,24 @@ class BufferMaker:
                     _repoint(parameter, torch.empty_like(parameter, device=self.device))
                 self.weights[name] = parameter.detach()
 
-    def _arena(self, layout: FlatLayout, dtype: torch.dtype, groups: ArenaGroups | None) -> Arena:
-        main = main_weight_dtype(dtype, self.config) if layout.trained else dtype
-        numel = layout.numel_at_rest(self.place, self.sharding.weights)
+    def _arena(self, layout: FlatLayout, cut: ArenaSharding, dtype: torch.dtype) -> Arena:
+        main, row, place = dtype, cut.sharding, cut.place
+        if layout.trained:
+            main = main_weight_dtype(dtype, self.config)
+        numel = layout.numel_at_rest(place, row.weights)
         if main == dtype:
-            return Arena(layout, self._zeros(numel, dtype), None, groups)
-        from_main = self.sharding.gathers_from_main(self.place)
+            return Arena(layout, cut, self._zeros(numel, dtype))
+        from_main = row.gathers_from_main(place)
         weights = (
             own_storage("weights", "", numel, dtype, self.device) if from_main else self._zeros(numel, dtype)
         )
-        main_weights = self._zeros(layout.numel_at_rest(self.place, self.sharding.optimizer), main)
-        return Arena(layout, weights, main_weights, groups, from_main)
+        main_weights = self._zeros(layout.numel_at_rest(place, row.optimizer), main)
+        return Arena(layout, cut, weights, main_weights, from_main)
 
     def _bucket(self, index: int, bucket: Bucket) -> BucketMemory:
         """The bucket's memory, with its parameters and accumulators in it; weights come to rest."""
-        arena, cut, place = self.arenas[index], self.sharding.weights, self.place
+        arena = self.arenas[index]
+        cut, place = arena.sharding.weights, arena.place
         layout, dtype, name = arena.layout, arena.weights.dtype, bucket_name(index, bucket)
         is_sharded, mine = cut is not ShardOver.NONE, layout.inner_part(bucket, place, ShardOver.NONE, cut)
         rest = None if arena.gathers_from_main else arena.weights[layout.bucket_at_rest(bucket, place, cut)]
@@ -250,8 +275,8 @@ class BufferMaker:
 
     def _trained(self, arena: Arena, bucket: Bucket, name: str, weights: Tensor) -> dict[str, Tensor]:
         """What only a trained bucket has, with its accumulators. weights: its part at rest, or of the full ones."""
-        layout, cuts, place, config = arena.layout, self.sharding, self.place, self.config
-        main_grads = full_grads = self._main_grads(main_grad_dtype(weights.dtype, config), bucket)
+        layout, cuts, place, config = arena.layout, arena.sharding, arena.place, self.config
+        main_grads = full_grads = self._main_grads(arena, main_grad_dtype(weights.dtype, config), bucket)
         if cuts.main_grads is not ShardOver.NONE:
             wire = grad_comm_dtype(weights.dtype, config)
             full_grads = self.new_full("grads", name, bucket.numel, wire, self.device)
@@ -259,7 +284,7 @@ class BufferMaker:
             self.grads |= self._views(arena, bucket, full_grads)
         for param in bucket.names:
             for key in self.param_meta[param].grad_keys[1:]:
-                self._add_extra(key, param, name, full_grads.dtype)
+                self._add_extra(arena, key, param, name, full_grads.dtype)
         optimizer_weights = weights  # where the main ones alone rest, both are cut alike
         if not arena.gathers_from_main:
             optimizer_weights = weights[layout.inner_part(bucket, place, cuts.weights, cuts.optimizer)]
@@ -279,18 +304,19 @@ class BufferMaker:
             for slot in slots
         }
 
-    def _main_grads(self, dtype: torch.dtype, bucket: Bucket) -> Tensor:
+    def _main_grads(self, arena: Arena, dtype: torch.dtype, bucket: Bucket) -> Tensor:
         """A bucket's gradients at rest."""
-        if self.sharding.main_grads is not ShardOver.NONE:
-            return self._zeros(bucket.numel // self.place.ways(self.sharding.main_grads), dtype)
+        cut = arena.sharding.main_grads
+        if cut is not ShardOver.NONE:
+            return self._zeros(bucket.numel // arena.place.ways(cut), dtype)
         left = self._grads_left[dtype]
         self._grads_left[dtype] = left[bucket.numel :]
         return left[: bucket.numel]
 
-    def _add_extra(self, key: str, param: str, bucket: str, dtype: torch.dtype) -> None:
+    def _add_extra(self, arena: Arena, key: str, param: str, bucket: str, dtype: torch.dtype) -> None:
         """The accumulator of a further use."""
         numel = math.prod(self.shapes[param])
-        if self.sharding.main_grads is ShardOver.NONE:
+        if arena.sharding.main_grads is ShardOver.NONE:
             extra = self._zeros(numel, dtype)
         else:
             extra = self.new_full("extra", bucket, numel, dtype, self.device)

@@ -21,7 +21,8 @@ parameters keep a storage of their own: nothing is ever reduced or updated there
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from megatron.core.distributed.custom_fsdp import bucket_memory
 from megatron.core.distributed.custom_fsdp.bucket_memory import (
     Arena,
     ArenaGroups,
+    ArenaSharding,
     BucketMemory,
     num_bytes,
     trained,
@@ -52,8 +54,11 @@ class FlatBuffer:
     with its place in `names` it says where in the whole model a parameter stands. Shapes are this rank's
     (`ParamMeta.local_shape`). units: name -> the unit that it is gathered and reduced with, which is a bucket (config's
     sizes of buckets have no effect); None: all are one.
-    new_full: makes transient tensors. groups: who gathers and reduces; None where nobody does. tracker: is told of
-    weights that are rounded for checkpoints.
+    new_full: makes transient tensors. sharding, place, groups: how all but experts are cut, and who gathers and
+    reduces; None where nobody does. experts: how theirs are; None: in the same way. tracker: is told of weights that
+    are rounded for checkpoints.
+
+    `sharding` of the buffer is what is cut of either.
 
     Values of the parameters are kept; no more than one bucket is whole besides what the caller brought. Parameters on
     the meta device, and those of another buffer that have no memory now, get memory here and no value: the caller fills
@@ -74,10 +79,14 @@ class FlatBuffer:
         new_full: bucket_memory.NewFull = own_storage,
         placement: Placement = "flat",
         groups: ArenaGroups | None = None,
+        experts: ArenaSharding | None = None,
         tracker: MemoryTracker | None = None,
     ) -> None:
         _check(parameters, param_meta, units)
-        self.config, self.sharding, self.place = config, sharding, place
+        dense = ArenaSharding(sharding, place, groups)
+        experts = experts or dense
+        self.config, self.place = config, place
+        self.sharding = sharding.joined(experts.sharding)
         self.param_meta = dict(param_meta)
         self._stages, self._tracker = dict(stages or {}), tracker or MemoryTracker()
         self.frozen = tuple(name for name, p in parameters.items() if not p.requires_grad)
@@ -87,15 +96,14 @@ class FlatBuffer:
             [
                 _spec(name, p, param_meta[name], "" if units is None else units[name])
                 for name, p in parameters.items()
-                if p.requires_grad or sharding.weights is not ShardOver.NONE
+                if p.requires_grad or self.sharding.weights is not ShardOver.NONE
             ],
             place.dp_size,
             placement=placement,
+            expert_dp_size=experts.place.dp_size,
         )
-        made = bucket_memory.BufferMaker(
-            parameters, self.param_meta, config, sharding, place, device, new_full
-        )
-        made.make(layouts, groups)
+        made = bucket_memory.BufferMaker(parameters, self.param_meta, config, device, new_full)
+        made.make([(layout, experts if layout.expert else dense) for layout in layouts])
         self.arenas, self.buckets = tuple(made.arenas), tuple(made.buckets)
         self._bucket_of = {name: memory for memory in self.buckets for name in memory.bucket.names}
         self._flat_grads, self._shapes = made.flat_grads, made.shapes
@@ -108,11 +116,18 @@ class FlatBuffer:
         """The buckets that hold parameters of a unit, trained and frozen."""
         return tuple(memory for memory in self.buckets if memory.bucket.unit == unit)
 
+    def is_cut(self, buckets: Sequence[BucketMemory], what: Literal["weights", "main_grads"]) -> bool:
+        """Whether these of a unit are sharded at rest: all of its buckets are, or none."""
+        rows = [self.arenas[bucket.arena].sharding for bucket in buckets]
+        cut = {getattr(row, what) is not ShardOver.NONE for row in rows}
+        assert len(cut) <= 1, f"buckets of one unit, of which some are cut: {[one.name for one in buckets]}"
+        return True in cut
+
     def by_groups(self, buckets: Iterable[BucketMemory]) -> list[tuple[ArenaGroups, list[BucketMemory]]]:
         """Buckets by who communicates about them."""
         found: list[tuple[ArenaGroups, list[BucketMemory]]] = []
         for bucket in buckets:
-            groups = self.arenas[bucket.arena].groups
+            groups = self.arenas[bucket.arena].cut.groups
             assert groups is not None, f"nobody communicates about {bucket.name}"
             if not found or found[-1][0] is not groups:
                 found.append((groups, []))
@@ -134,8 +149,9 @@ class FlatBuffer:
 
     def main_weight(self, name: str) -> Tensor:
         """What the optimizer updates, in the parameter's shape; only where the optimizer is unsharded."""
-        assert self.place.ways(self.sharding.optimizer) == 1, (
-            f"main weight of {name}: this rank holds a part only ({self.sharding} at {self.place})"
+        cut = self.arenas[self._trained(name).arena].cut
+        assert cut.place.ways(cut.sharding.optimizer) == 1, (
+            f"main weight of {name}: this rank holds a part only ({cut.sharding} at {cut.place})"
         )
         return self.main_weight_part(name).view(self._shapes[name])
 
@@ -144,7 +160,7 @@ class FlatBuffer:
         arena = self.arena_of(name)
         if arena is None:  # a frozen parameter with a storage of its own
             return 0, self._weights[name].numel()
-        return arena.layout.part_of(name, self.place, cut)
+        return arena.layout.part_of(name, arena.place, cut)
 
     def weight_part(self, name: str) -> Tensor:
         """1-D: what this rank holds of a weight at rest. As `main_grad_part` and `main_weight_part`, memory in use; but
@@ -155,36 +171,46 @@ class FlatBuffer:
         if not arena.weights_rest:
             with torch.inference_mode():  # its tensors are read-only outside
                 return self.main_weight_part(name).to(arena.weights.dtype)
-        cut, bucket = self.sharding.weights, self._bucket_of[name].bucket
+        cut, bucket = arena.sharding.weights, self._bucket_of[name].bucket
         return self._within(
-            arena.weights[arena.layout.bucket_at_rest(bucket, self.place, cut)], cut, name, cut
+            arena.weights[arena.layout.bucket_at_rest(bucket, arena.place, cut)], cut, name, cut
         )
 
     def main_weight_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: what of a main weight this rank's optimizer updates. cut: a part of that."""
-        held = self.sharding.optimizer
-        return self._within(trained(self._trained(name).main_weights), held, name, cut or held)
+        memory = self._trained(name)
+        held = self.arenas[memory.arena].sharding.optimizer
+        return self._within(trained(memory.main_weights), held, name, cut or held)
 
     def main_grad_part(self, name: str, cut: ShardOver | None = None) -> Tensor:
         """1-D: the gradient at rest of `main_weight_part`. cut: a part of that."""
-        grads, wanted = trained(self._trained(name).main_grads), cut or self.sharding.optimizer
-        return self._within(grads, self.sharding.main_grads, name, wanted)
+        memory = self._trained(name)
+        row = self.arenas[memory.arena].sharding
+        return self._within(trained(memory.main_grads), row.main_grads, name, cut or row.optimizer)
 
     def grads_at_rest(self) -> tuple[Tensor, ...]:
         """All gradients at rest, one allocation each: one a dtype where they are unsharded, one a bucket where cut."""
-        if self.sharding.main_grads is ShardOver.NONE:
-            return tuple(self._flat_grads.values())
-        return tuple(memory.main_grads for memory in self.buckets if memory.main_grads is not None)
+        return tuple(self._flat_grads.values()) + self.cut_grads()
+
+    def cut_grads(self) -> tuple[Tensor, ...]:
+        """Gradients at rest that are cut: one a bucket."""
+        return tuple(
+            trained(memory.main_grads)
+            for memory in self.buckets
+            if memory.trained and self.arenas[memory.arena].sharding.main_grads is not ShardOver.NONE
+        )
 
     def view_part(self, flat: Tensor, name: str) -> Tensor:
         """1-D: what belongs to a parameter in any flat tensor that is cut as its arena's optimizer (a moment)."""
-        cut, memory = self.sharding.optimizer, self._trained(name)
-        rest = self.arenas[memory.arena].layout.bucket_at_rest(memory.bucket, self.place, cut)
+        memory = self._trained(name)
+        arena = self.arenas[memory.arena]
+        cut = arena.sharding.optimizer
+        rest = arena.layout.bucket_at_rest(memory.bucket, arena.place, cut)
         return self._within(flat[rest], cut, name, cut)
 
     def optimizer_numel(self, arena: Arena) -> int:
         """Elements of an arena that this rank's optimizer updates, padding included."""
-        return arena.layout.numel_at_rest(self.place, self.sharding.optimizer)
+        return arena.layout.numel_at_rest(arena.place, arena.sharding.optimizer)
 
     def stage_of(self, name: str) -> int:
         """The global pipeline stage whose chunk holds the parameter; of several, the first."""
@@ -208,10 +234,10 @@ class FlatBuffer:
         )
         arena, flat = self.arena_of(name), whole.reshape(-1)
         if arena is None or arena.weights_rest:
-            start, end = self.part(name, self.sharding.weights)
+            start, end = self.part(name, ShardOver.NONE if arena is None else arena.sharding.weights)
             self.weight_part(name).copy_(flat[start:end])
         if arena is not None and arena.own_main_weights is not None:
-            start, end = self.part(name, self.sharding.optimizer)
+            start, end = self.part(name, arena.sharding.optimizer)
             self.main_weight_part(name).copy_(flat[start:end].to(arena.weights.dtype))
 
     def rounded_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -243,7 +269,11 @@ class FlatBuffer:
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes held for the whole run, by what they are for (the optimizer's moments come on top)."""
         alone = [self._weights[name] for name in self.frozen if name not in self._bucket_of]
-        extra = self.extra_grads.values() if self.sharding.main_grads is ShardOver.NONE else ()
+        extra = [
+            grad
+            for key, grad in self.extra_grads.items()
+            if self.arenas[self._trained(self.param_of_key(key)).arena].sharding.main_grads is ShardOver.NONE
+        ]
         weights = [arena.weights for arena in self.arenas if not arena.gathers_from_main]
         return {
             "weights": num_bytes(weights + alone),
@@ -254,11 +284,10 @@ class FlatBuffer:
 
     def _main_weights(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(weights at rest, main weights) where these have memory of their own."""
-        at_once = self.place.ways(self.sharding.weights) == self.place.ways(self.sharding.optimizer)
         for index, arena in enumerate(self.arenas):
             if arena.own_main_weights is None or not arena.weights_rest:
                 continue
-            if at_once:
+            if arena.place.ways(arena.sharding.weights) == arena.place.ways(arena.sharding.optimizer):
                 yield arena.weights, arena.own_main_weights
                 continue
             for memory in self.buckets:
@@ -268,9 +297,9 @@ class FlatBuffer:
     def _within(self, part: Tensor, cut: ShardOver, name: str, wanted: ShardOver) -> Tensor:
         """What of a parameter belongs to `wanted`, in this rank's part of its bucket by the coarser `cut`."""
         memory = self._bucket_of[name]
-        layout = self.arenas[memory.arena].layout
-        low, high = layout.part_of(name, self.place, wanted)
-        first = layout.by_name[name].start + low - layout.shard(memory.bucket.index, self.place, cut)[0]
+        layout, place = self.arenas[memory.arena].layout, self.arenas[memory.arena].place
+        low, high = layout.part_of(name, place, wanted)
+        first = layout.by_name[name].start + low - layout.shard(memory.bucket.index, place, cut)[0]
         return part[first : first + high - low] if low < high else part[:0]
 
     def _trained(self, name: str) -> BucketMemory:

@@ -51,19 +51,21 @@ Sum = tuple[Group, Tensor | list[tuple[Tensor, Tensor]]]
 class GradState:
     """A unit's gradients.
 
-    fresh: keys without a contribution since the last reduction. held: whole gradients have memory. has_sum: the shard
-    holds what the next sum is added to. reduced, summed_outer: in this step. final: see [Note: final sums].
+    is_sharded: they are cut at rest. is_summed: over some ranks. fresh: keys without a contribution since the last
+    reduction. held: whole gradients have memory. has_sum: the shard holds what the next sum is added to. reduced,
+    summed_outer: in this step. final: see [Note: final sums].
     """
 
     def __init__(self, name: str, buffer: FlatBuffer, tracker: MemoryTracker) -> None:
         self.name = name
-        is_sharded, optimizer = buffer.sharding.main_grads is not ShardOver.NONE, buffer.sharding.optimizer
         buckets = [bucket for bucket in buffer.buckets_of_unit(name) if bucket.trained]
+        self.is_sharded = is_sharded = buffer.is_cut(buckets, "main_grads")
         waiting = [one for one in buckets if not is_sharded and buffer.arenas[one.arena].layout.shared]
         calls = buffer.by_groups(one for one in buckets if one not in waiting)
         last_calls = buffer.by_groups(waiting)  # see [Note: shared parameters first]
-        self.sums, self.last_sums = (_inner(one, optimizer, is_sharded) for one in (calls, last_calls))
-        self.outer, self.last_outer = (_outer(one, optimizer) for one in (calls, last_calls))
+        self.sums, self.last_sums = (_inner(one, buffer, is_sharded) for one in (calls, last_calls))
+        self.outer, self.last_outer = (_outer(one, buffer) for one in (calls, last_calls))
+        self.is_summed = bool(self.sums or self.last_sums or self.outer or self.last_outer)
         self.fulls = [trained(bucket.full_grads) for bucket in buckets]
         names = [name for bucket in buckets for name in bucket.bucket.names]
         self.uses = [buffer.param_meta[name].grad_keys for name in names]
@@ -99,7 +101,6 @@ class GradReducePipeline:
         ps: ParallelState,
     ) -> None:
         self._buffer, self._memory, self._tracker = buffer, memory, tracker
-        self._is_sharded = buffer.sharding.main_grads is not ShardOver.NONE
         self._partial = PartialSums(buffer, ps.tp_group, tracker=tracker)
         self._shared = SharedSums(buffer, ps.embedding_group, tracker=tracker)
         self.units = [GradState(name, buffer, tracker) for name in units]
@@ -130,7 +131,7 @@ class GradReducePipeline:
         for unit in self.units:
             unit.resting.hold()
             unit.has_sum = True
-            unit.fresh = set(unit.keys if self._is_sharded else unit.further)
+            unit.fresh = set(unit.keys if unit.is_sharded else unit.further)
 
     def release(self) -> None:
         """What gradients at rest hold is of no more use: cut ones have no memory until their unit's next reduction."""
@@ -152,7 +153,7 @@ class GradReducePipeline:
             )
         self._hold(unit)
         unit.fresh.discard(key)
-        if self._is_sharded and key in unit.further:
+        if unit.is_sharded and key in unit.further:
             self._memory.acquire("extra", unit.name, [self._buffer.main_grad(key)])
         return True
 
@@ -173,9 +174,12 @@ class GradReducePipeline:
             self._start_outer(one, one.outer)
 
     def check_reduced(self) -> None:
-        """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin."""
+        """Before `finish`, where a plan says when each unit is reduced: nothing is left for `finish` to begin, but
+        for units that no other rank holds, of which a plan says nothing."""
         left = [
-            unit.name for unit in self.units if unit.keys and (not unit.reduced or unit.fresh < unit.keys)
+            unit.name
+            for unit in self.units
+            if unit.is_summed and (not unit.reduced or unit.fresh < unit.keys)
         ]
         assert not left, f"no operation of the plan has reduced {left}"
 
@@ -186,7 +190,7 @@ class GradReducePipeline:
         for unit in self._order:
             if not unit.reduced or len(unit.fresh) < len(unit.keys):
                 self._start(unit)
-        if not self._is_sharded:
+        if self._shared.whole:
             self._shared.add()
         for unit in self._order:
             self._launch(unit, unit.last_sums, inner=True)
@@ -194,7 +198,7 @@ class GradReducePipeline:
             late = unit.last_outer if unit.summed_outer else unit.outer + unit.last_outer
             self._start_outer(unit, late)
         self._wait_for(self._under_way.every())
-        if self._is_sharded:
+        if not self._shared.whole:
             self._shared.add()
         self._partial.add()
         self.is_stepping = False
@@ -222,7 +226,7 @@ class GradReducePipeline:
             for key in further:
                 if key not in unit.fresh:
                     grad.add_(self._buffer.main_grad(key))
-        unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not self._is_sharded
+        unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not unit.is_sharded
         unit.resting.hold()
         self._launch(unit, unit.sums, inner=True)
         unit.has_sum = True
@@ -240,7 +244,7 @@ class GradReducePipeline:
             return
         lane = lane_of(ir.REDUCE if inner else ir.HSDP_ALL_REDUCE)
         self._wait_for(self._under_way.before_one_more(lane))
-        add = inner and self._is_sharded and unit.has_sum
+        add = inner and unit.is_sharded and unit.has_sum
         pending = [
             collectives.sum_gradients(what, group)
             if isinstance(what, Tensor)
@@ -252,7 +256,7 @@ class GradReducePipeline:
 
     def _hold(self, unit: GradState) -> None:
         """Whole gradients have memory on return. See [Note: when to wait]."""
-        if not self._is_sharded:
+        if not unit.is_sharded:
             return
         self._wait_for(self._under_way.of(unit))
         if unit.held:
@@ -296,13 +300,13 @@ class GradReducePipeline:
         self._drop(unit)
 
 
-def _inner(calls: Calls, optimizer: ShardOver, is_sharded: bool) -> list[Sum]:
+def _inner(calls: Calls, buffer: FlatBuffer, is_sharded: bool) -> list[Sum]:
     """Over the ranks that share shards."""
     sums: list[Sum] = []
     for groups, buckets in calls:
         if groups.reduce.size == 1:
             continue
-        if optimizer is ShardOver.NONE:
+        if _optimizer(buffer, buckets) is ShardOver.NONE:
             sums += [(groups.reduce, trained(one.full_grads)) for one in buckets]
             continue
         shards = [trained(one.main_grads if is_sharded else one.optimizer_grads) for one in buckets]
@@ -311,15 +315,20 @@ def _inner(calls: Calls, optimizer: ShardOver, is_sharded: bool) -> list[Sum]:
     return sums
 
 
-def _outer(calls: Calls, optimizer: ShardOver) -> list[Sum]:
+def _outer(calls: Calls, buffer: FlatBuffer) -> list[Sum]:
     """Over instances. Once a step: views would keep the memory of gradients at rest (`RestingGrads`)."""
     sums: list[Sum] = []
     for groups, buckets in calls:
         if groups.outer.size == 1:
             continue
         parts = [(trained(one.optimizer_grads), trained(one.main_grads)) for one in buckets]
-        if optimizer is ShardOver.FULL:
+        if _optimizer(buffer, buckets) is ShardOver.FULL:
             sums.append((groups.outer, parts))
         else:
             sums += [(groups.outer, part) for part, _ in parts]
     return sums
+
+
+def _optimizer(buffer: FlatBuffer, buckets: Sequence[BucketMemory]) -> ShardOver:
+    """How the optimizer's states of buckets that one call is about are cut."""
+    return buffer.arenas[buckets[0].arena].sharding.optimizer

@@ -63,9 +63,10 @@ def watch_released(owner: object, buffer: FlatBuffer) -> None:
 def _released(buffer: FlatBuffer) -> Iterator[tuple[Tensor, _Released]]:
     """All that an engine takes memory away from."""
     for bucket in buffer.buckets:
-        if buffer.sharding.weights is not ShardOver.NONE:
+        row = buffer.arenas[bucket.arena].sharding
+        if row.weights is not ShardOver.NONE:
             yield bucket.full_weights, _in_full(buffer, bucket, bucket.full_weights, "weight")
-        if buffer.sharding.main_grads is ShardOver.NONE or bucket.full_grads is None:
+        if row.main_grads is ShardOver.NONE or bucket.full_grads is None:
             continue
         assert bucket.main_grads is not None, bucket.name
         yield bucket.full_grads, _in_full(buffer, bucket, bucket.full_grads, "gradient")

@@ -111,6 +111,7 @@ class FlatLayout:
     slots: tuple[Slot, ...]
     trained: bool = True
     shared: bool = False
+    expert: bool = False
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Slot]:
@@ -190,9 +191,14 @@ def bucket_size_of(
 
 
 def plan_layouts(
-    specs: Sequence[ParamSpec], dp_size: int, *, placement: Placement = "flat"
+    specs: Sequence[ParamSpec],
+    dp_size: int,
+    *,
+    placement: Placement = "flat",
+    expert_dp_size: int | None = None,
 ) -> tuple[FlatLayout, ...]:
-    """One layout a (dtype, trained, expert, shared), for parameters given in the order they were registered in."""
+    """One layout a (dtype, trained, expert, shared), for parameters given in the order they were registered in.
+    expert_dp_size: ranks that hold the same experts; None: as of the rest."""
     assert dp_size >= 1, f"dp_size {dp_size}"
     assert len({spec.name for spec in specs}) == len(specs), "two parameters have one name"
     first = {unit: place for place, unit in enumerate(dict.fromkeys(spec.unit for spec in specs))}
@@ -201,19 +207,21 @@ def plan_layouts(
     for spec in reversed(specs):
         kinds.setdefault((spec.dtype, spec.trained, spec.expert, spec.shared), []).append(spec)
     layouts = []
-    for (dtype, trained, _, shared), backward in kinds.items():
+    for (dtype, trained, expert, shared), backward in kinds.items():
+        num_ranks = dp_size if expert_dp_size is None or not expert else expert_dp_size
         buckets: list[Bucket] = []
         slots: list[Slot] = []
         start = 0
         backward.sort(key=lambda spec: -first[spec.unit])
         for unit, of_unit in itertools.groupby(backward, key=lambda spec: spec.unit):
             members, index = list(of_unit), len(buckets)
-            placed, part = (_in_a_row if placement == "flat" else _atomic)(members, dp_size)
+            placed, part = (_in_a_row if placement == "flat" else _atomic)(members, num_ranks)
             slots += [Slot(spec.name, spec.group, index, start + at, spec.numel) for at, spec in placed]
             names = tuple(spec.name for spec in members)
-            buckets.append(Bucket(index, start, start + part * dp_size, names, unit))
+            buckets.append(Bucket(index, start, start + part * num_ranks, names, unit))
             start = buckets[-1].end
-        layouts.append(FlatLayout(dtype, dp_size, start, tuple(buckets), tuple(slots), trained, shared))
+        kind = trained, shared, expert
+        layouts.append(FlatLayout(dtype, num_ranks, start, tuple(buckets), tuple(slots), *kind))
     return tuple(layouts)
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import region_parts
-from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import Group
 
@@ -105,8 +104,8 @@ class PartialSums:
 
 
 class SharedSums:
-    """Adds the gradients of parameters that the first and the last stage share: whole ones, where they are unsharded,
-    else what the optimizer updates. tracker: is told of what exchanges take. Communicates over embedding."""
+    """Adds the gradients of parameters that the first and the last stage share: whole ones, where they are unsharded
+    (`whole`), else what the optimizer updates. tracker: is told of what exchanges take. Communicates over embedding."""
 
     def __init__(self, buffer: FlatBuffer, group: Group, *, tracker: MemoryTracker | None = None) -> None:
         self._tracker = MemoryTracker() if tracker is None else tracker
@@ -118,8 +117,8 @@ class SharedSums:
         assert group.size > 1 or not names, (
             f"{names} are shared with another stage, and group {group.purpose!r} has one rank"
         )
-        whole = buffer.sharding.main_grads is ShardOver.NONE
-        grads = [bucket.full_grads if whole else bucket.optimizer_grads for bucket in buckets]
+        self.whole = not buffer.is_cut(buckets, "main_grads")
+        grads = [bucket.full_grads if self.whole else bucket.optimizer_grads for bucket in buckets]
         self._grads = [grad for grad in grads if grad is not None]
         _assert_agreed([names, [grad.numel() for grad in self._grads]], group, "shared parameters")
 

@@ -104,10 +104,10 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
 
 def _shares(groups: ArenaGroups, buckets: Sequence[BucketMemory], buffer: FlatBuffer) -> tuple[Share, Share]:
     """Of buckets about which these ranks communicate: with those that cut them, and with their instances."""
-    trained, sharding = [bucket for bucket in buckets if bucket.trained], buffer.sharding
+    trained, sharding = [one for one in buckets if one.trained], buffer.arenas[buckets[0].arena].sharding
     rest = [one.weights for one in buckets if not one.gathers_from_main] + [one.main_grads for one in trained]
     rest += [one.main_weights for one in trained if one.main_weights is not one.optimizer_weights]
-    inner, outer = groups.place.groups
+    inner, outer = groups.rank_groups
     scattered = sharding.optimizer is ShardOver.FULL and outer.size > 1
     # As `GradReducePipeline` has it: what is whole and shared is summed later, and all-reduces take a bucket each.
     shared = {buffer.arenas[one.arena].layout.shared for one in trained}

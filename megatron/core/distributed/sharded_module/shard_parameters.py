@@ -239,11 +239,11 @@ class ShardParameters:
 def _place(buffer: FlatBuffer, name: str, cut: ShardOver, tensor_parallel: Group | None) -> FlatSpan:
     """What this rank holds of a parameter that is cut so, and who holds the rest."""
     meta, arena = buffer.param_meta[name], buffer.arena_of(name)
-    ways = 1 if arena is None else buffer.place.ways(cut)
+    ways = 1 if arena is None else arena.place.ways(cut)
     apart = tensor_parallel if meta.regions and tensor_parallel and tensor_parallel.size > 1 else None
     groups: list[Group | None] = [apart]
-    if ways > 1 and arena is not None and arena.groups is not None:
-        groups = [arena.groups.reduce, arena.groups.outer if cut is ShardOver.FULL else None, apart]
+    if ways > 1 and arena is not None and (of := arena.cut.groups) is not None:
+        groups = [of.reduce, of.outer if cut is ShardOver.FULL else None, apart]
     with_others = tuple(group for group in groups if group is not None and group.size > 1)
     return FlatSpan(
         meta, *buffer.part(name, cut), with_others, apart, all_have_all=ways == 1 and apart is None

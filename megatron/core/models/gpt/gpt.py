@@ -12,6 +12,7 @@ from megatron.core.models.gpt.ends import LanguageModelEmbedding, OutputHead
 from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel
 from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import fill
@@ -53,6 +54,7 @@ class GPTModel(MegatronModule):
         layers: Sequence[int] | None = None,
         other_end_here: bool = False,
         tp: TensorParallel | None = None,
+        experts: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
         self.tp = ALONE if tp is None else tp
@@ -70,6 +72,7 @@ class GPTModel(MegatronModule):
             init_std=config.init_method_std,
             residual_std=config.init_method_std / math.sqrt(2 * config.num_layers),
             tp=self.tp,
+            experts=experts,
         )
         self._input: Tensor | None = None
         self._build(factory, range(config.num_layers) if layers is None else layers, padded_vocab_size)

@@ -1,7 +1,8 @@
 """The experts of a layer: MLPs of which each row of the input meets one.
 
 All experts' matrices of a projection are one parameter, [experts, out, in]. Each tensor parallel rank has f/tp of the
-width of every expert, as in a dense MLP. Their rows are gathered over tp before, and what comes out is added over tp.
+width of every expert, as in a dense MLP; on a grid of experts, f/etp of those of its place in `ep`. How tokens come to
+them, and what comes out back, is `dispatch`'s.
 
 [Note: weighed inside] What an expert's output counts is multiplied before its second matrix, as upstream does it: what
 is added up for a token then needs no more than a sum.
@@ -12,27 +13,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron.core.device import elements_at_a_time
 from megatron.core.param_meta import InitKind
 from megatron.core.protocols import Operand
 from megatron.core.rectangles import Dims
-from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.functions import Kept, apply
-from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.sink_module import (
     Band,
     LayerFactory,
     SinkModule,
     band_regions,
     even_bands,
+    expert_regions,
     whole_region,
 )
 from megatron.core.transformer.activations import mlp_activation
+from megatron.core.transformer.experts.dispatch import Dispatch, dispatched
 from megatron.core.transformer.experts.products import products_by_expert
-from megatron.core.transformer.experts.routing import Routes
+from megatron.core.transformer.experts.routing import Choices
 from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import in_dtype
@@ -48,11 +48,13 @@ class ExpertLinear(SinkModule):
         self, shape: Dims, cut: int, bands: tuple[Band, ...], factory: LayerFactory, bias: bool
     ) -> None:
         super().__init__(factory)
+        ranks, count = factory.experts, shape[0]
+        parts, own = (self.tp, range(count)) if ranks is None else (ranks.etp, ranks.own(count))
         self.weight = self.new_parameter(
             "weight",
             shape,
             InitKind.NORMAL,
-            band_regions(shape, bands, 1 + cut, self.tp),
+            expert_regions(shape, band_regions(shape, bands, 1 + cut, parts), own),
             init_std=factory.residual_std if cut else factory.init_std,
             expert=True,
         )
@@ -60,8 +62,9 @@ class ExpertLinear(SinkModule):
         self.keys = self.key("weight"), self.key("bias")
         if bias:
             of_bias = shape[:2]
-            whole = whole_region(of_bias, self.tp, partial=False)
-            regions = whole if cut else band_regions(of_bias, bands, 1, self.tp)
+            whole = whole_region(of_bias, parts, partial=False)
+            regions = whole if cut else band_regions(of_bias, bands, 1, parts)
+            regions = expert_regions(of_bias, regions, own)
             self.bias = self.new_parameter("bias", of_bias, InitKind.ZEROS, regions, expert=True, decay=False)
 
     def put_weight(self, x: Tensor | Operand, dy: Tensor, ends: tuple[int, ...]) -> None:
@@ -76,98 +79,75 @@ class ExpertLinear(SinkModule):
 
 
 class Experts(nn.Module):
-    """[s/tp, b, h] (without sequence parallel [s, b, h]) -> the same, each token through the experts of its routes.
-    Communicates over tp."""
+    """[s/tp, b, h] (without sequence parallel [s, b, h]) -> the same, each token through the experts that it has
+    chosen. Communicates over tp, or where experts lie on a grid of their own over all of this rank's peers there."""
 
     def __init__(self, config: TransformerConfig, experts: ExpertSizes, factory: LayerFactory) -> None:
         super().__init__()
-        self.tp, self.grouped = factory.tp, config.moe_grouped_gemm
+        self.tp, self.ranks, self.grouped = factory.tp, factory.experts, config.moe_grouped_gemm
+        self.parts = factory.tp if self.ranks is None else self.ranks.etp  # who has which part of each expert
         self.activation = mlp_activation(config)
         hidden, bias, count = config.hidden_size, config.add_bias_linear, experts.num_experts
         parts = 2 if config.gated_linear_unit else 1
         width = parts * experts.width
-        bands = even_bands(width, factory.tp, parts)
+        bands = even_bands(width, self.parts, parts)
         into, out_of = factory.at("linear_fc1"), factory.at("linear_fc2")
         self.linear_fc1 = ExpertLinear((count, width, hidden), 0, bands, into, bias)
-        bands = even_bands(experts.width, factory.tp)
+        bands = even_bands(experts.width, self.parts)
         self.linear_fc2 = ExpertLinear((count, hidden, experts.width), 1, bands, out_of, bias)
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        return apply(_Experts(self, routes), x, routes.weights, parameters=self.parameters())
-
-
-class _Rows:
-    """An `Operand`: the experts' input, made again of the tokens' when it is wanted."""
-
-    def __init__(self, x: Tensor | mappings.SequenceShard, tokens: Tensor) -> None:
-        self._x, self._tokens = x, tokens
-
-    def start(self) -> None:
-        if not isinstance(self._x, Tensor):
-            self._x.start()
-
-    def whole(self) -> Tensor:
-        x = self._x if isinstance(self._x, Tensor) else self._x.whole()
-        return x.index_select(0, self._tokens)
+    def forward(self, x: Tensor, choices: Choices) -> Tensor:
+        way = dispatched(choices, self.tp, self.ranks)
+        return apply(_Experts(self, way), x, way.weights, parameters=self.parameters())
 
 
 class _Experts(NamedTuple):
-    """A `GradFunction` of x and the rows' weights."""
+    """A `GradFunction` of x and the weights of rows. n: this rank's tokens."""
 
     experts: Experts
-    routes: Routes
+    way: Dispatch
 
     def forward(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Kept]:
-        experts, ends = self.experts, self.routes.ends
-        fc1, fc2, tp = experts.linear_fc1, experts.linear_fc2, experts.tp
-        own = x.flatten(0, 1)  # [s/tp b, h]
-        whole = mappings.gather_sequence(own, tp)  # [s b, h]
-        rows = whole.index_select(0, self.routes.tokens)  # [rows, h]
+        experts, way, ends = self.experts, self.way, self.way.ends
+        fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+        rows, kept = way.rows_and_kept(x.flatten(0, 1), fc1.sink.keeps_gathered)  # [rows, h], of [n, h]
+        weights = way.row_weights(weights)  # [rows]
         wide = self._product(rows, fc1.weight.transpose(1, 2))  # [rows, f/tp], gated 2 f/tp
         if fc1.bias is not None:
             wide += _by_row(fc1.bias, ends)
         each = weights.unsqueeze(1)
         inner = _weigh(experts.activation.forward(wide), each)  # [rows, f/tp]
         out = self._product(inner, fc2.weight.transpose(1, 2))  # {+tp}[rows, h]
-        if fc2.bias is not None and tp.rank == 0:  # the sum over tp has it once
+        if fc2.bias is not None and experts.parts.rank == 0:  # the sum over tp has it once
             out += in_dtype(_by_row(fc2.bias, ends) * each, out.dtype)
-        in_parts = tp.sequence_parallel and not fc1.sink.keeps_gathered
-        kept = own if in_parts else whole, wide, weights, fc1.weight, fc2.weight, fc2.bias
-        return mappings.sum_ranks(self._of_tokens(out), tp).view(x.shape), kept
+        sums = way.start_sums(out)()  # [n, h]
+        return sums.view(x.shape), (kept, wide, weights, fc1.weight, fc2.weight, fc2.bias)
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor]:
         of_x, wide, weights, weight1, weight2, bias2 = kept
-        experts, (tokens, _, ends, *_) = self.experts, self.routes
-        fc1, fc2, tp, activation = experts.linear_fc1, experts.linear_fc2, experts.tp, experts.activation
+        experts, way, ends = self.experts, self.way, self.way.ends
+        fc1, fc2, activation = experts.linear_fc1, experts.linear_fc2, experts.activation
         each = weights.unsqueeze(1)
-        d = mappings.gather_sequence(in_dtype(dy, weight2.dtype).flatten(0, 1), tp)  # [s b, h]
-        d = d.index_select(0, tokens)  # [rows, h]
+        d = way.rows(in_dtype(dy, weight2.dtype).flatten(0, 1))  # [rows, h]
         dinner, inner = self._product(d, weight2), activation.forward(wide)  # [rows, f/tp]
         dweights = (dinner * inner).sum(-1, dtype=weights.dtype)  # {+tp}[rows]
         if bias2 is not None:
-            if tp.rank == 0:
+            if experts.parts.rank == 0:
                 dweights += (d * _by_row(bias2, ends)).sum(-1, dtype=weights.dtype)
             fc2.put_bias(in_dtype(d * each, d.dtype), ends)
         fc2.put_weight(_weigh(inner, each), d, ends)
         d = activation.backward(wide, _weigh(dinner, each))  # gated [rows, 2 f/tp]
         del dinner, inner
-        shard = mappings.SequenceShard(of_x, tp) if len(of_x) < len(self.routes.begins) else of_x
-        rows = _Rows(shard, tokens)
-        if weight1.requires_grad and not fc1.sink.deferring:
+        rows = way.rows_again(of_x)
+        if weight1.requires_grad and not (isinstance(rows, Tensor) or fc1.sink.deferring):
             rows.start()
-        dx, pending = mappings.start_sum(self._of_tokens(self._product(d, weight1)), tp)  # [s/tp b, h]
+        dx = way.start_sums(self._product(d, weight1))  # [n, h]
         fc1.put_weight(rows, d, ends)
         fc1.put_bias(d, ends)
-        if pending is not None:
-            pending.wait()
-        return dx.view(dy.shape), mappings.sum_ranks(dweights, TensorParallel(tp.group))
+        return dx().view(dy.shape), way.weight_grads(dweights)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return products_by_expert(x, weight, self.routes.ends, self.experts.grouped)
-
-    def _of_tokens(self, rows: Tensor) -> Tensor:
-        """[rows, h] -> [s b, h]: the sum of each token's rows, in the order of experts."""
-        return F.embedding_bag(self.routes.by_token, rows, self.routes.begins, mode="sum")
+        return products_by_expert(x, weight, self.way.ends, self.experts.grouped)
 
 
 def _weigh(x: Tensor, each: Tensor) -> Tensor:

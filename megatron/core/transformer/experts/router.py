@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.parallel_layers import Route
 from megatron.core.tensor_parallel.random import DropoutSite
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.experts import balancing, counted, routing
-from megatron.core.transformer.experts.routing import Routes
+from megatron.core.transformer.experts.routing import Choices
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import in_dtype
 from megatron.core.weight_grad import put_linear
@@ -74,7 +74,7 @@ class _Replaced(NamedTuple):
 
 
 class Router(SinkModule):
-    """Hidden states [s/tp, b, h] -> the routes of the whole microbatch. Communicates over tp."""
+    """Hidden states [s/tp, b, h] -> the choices of the whole microbatch. Communicates over tp."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Router(SinkModule):
             self.expert_bias = self.expert_bias.float()
         return self
 
-    def forward(self, x: Tensor) -> Routes:
+    def forward(self, x: Tensor) -> Choices:
         config, batch = self.config, x.shape[1]
         logits = self._logits(self._jittered(x))  # [s b, experts]
         if config.moe_router_force_load_balancing:
@@ -123,17 +123,13 @@ class Router(SinkModule):
         kept = routing.within_capacity(config, experts, weights, self.num_experts)
         if self.training:
             weights = self._balanced(weights, work, batch)
-        if work.is_meta:
-            capacity = routing.capacity_of(config, len(work), self.num_experts)
-            balanced = routing.balanced_counts(experts.numel(), self.num_experts)
-            kept, counts = None, [min(one, capacity) for one in balanced]
-        else:
-            of_experts = routing.tokens_by_expert(experts, kept, self.num_experts)
+        of_experts = routing.tokens_by_expert(experts, kept, self.num_experts)
+        if not work.is_meta:
             self._count(counted.TOKENS, of_experts)
             if kept is not None:
                 self._count(counted.DROPPED, routing.tokens_by_expert(experts, ~kept, self.num_experts))
-            counts = of_experts.tolist()  # sync: how many rows each product has
-        return routing.routes_of(experts, weights, kept, counts)
+        room = self.num_experts * routing.capacity_of(config, len(work), self.num_experts)
+        return Choices(experts, weights, kept, of_experts, min(experts.numel(), room))
 
     def _jittered(self, x: Tensor) -> Tensor:
         """x times numbers near 1, which follow from a token's place in the microbatch."""

@@ -21,6 +21,19 @@ _CHANGE = 1e-4  # of sinkhorn's factors, on average, below which they stay as th
 _GUARD = 1e-8  # beside what sinkhorn divides by
 
 
+class Choices(NamedTuple):
+    """Of the tokens of a microbatch. experts, weights [tokens, k]: whom each meets, in rising order, and what that
+    counts. kept bool [tokens, k]: who has room for it; None: all. of_experts [experts]: tokens that
+    each has. even_rows: of all experts, where nothing but shapes is known.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor | None
+    of_experts: Tensor
+    even_rows: int
+
+
 class Routes(NamedTuple):
     """The rows of the experts' input, ordered by (expert, token).
 
@@ -127,6 +140,8 @@ def within_capacity(
 
 def tokens_by_expert(experts: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
     """[num_experts] int64."""
+    if experts.is_meta:
+        return experts.new_empty(num_experts)
     flat = experts.flatten() if kept is None else experts[kept]
     return torch.bincount(flat, minlength=num_experts)
 

@@ -1,0 +1,261 @@
+"""How tokens come to their experts, and what these make of them back to the tokens.
+
+Three ways, with one face (`Dispatch`), each made for one microbatch of what its tokens have chosen:
+
+- `Gathered`: experts lie as the layer does. All tensor parallel ranks know all tokens' choices; each has a part of
+  every expert, and under sequence parallel gathers the tokens.
+- `Gathered` over the peers of a grid of experts (`--moe-token-dispatcher-type allgather`): all tokens and choices of
+  the peers are gathered; each rank computes the rows of its own experts.
+- `Exchanged` (`alltoall`): each token goes to the ranks that have its experts, and nowhere else. Each expert's ranks of
+  `etp` have a part of it, so each gets the token; whoever has sent it adds up what comes back, in rank order.
+
+Rows of an expert lie in the order of the ranks that they come from, and of each by its tokens. So an expert computes,
+bit for bit, what it would for the tokens of all these ranks in one batch.
+
+[Note: the host waits once] How many rows each rank gets is known where the counts of all peers are: they travel
+together, before anything else, and the host waits for them, as it does without peers for its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatron.core.protocols import Operand
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
+from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.transformer.experts import routing
+from megatron.core.transformer.experts.routing import Choices, Routes
+from megatron.core.transport import collectives
+
+
+class Dispatch(Protocol):
+    """The way of one microbatch's tokens. Rows are those of this rank's experts, ordered by expert.
+
+    weights: what each row counts, or each of the rows that this rank sends: with autograd. ends: where each expert's
+    rows end.
+    """
+
+    weights: Tensor
+    ends: tuple[int, ...]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """This rank's tokens [n, h] -> [rows, h]."""
+
+    def rows_and_kept(self, x: Tensor, keeps_gathered: bool) -> tuple[Tensor, Tensor]:
+        """`rows`, and what is kept for `rows_again`."""
+
+    def rows_again(self, kept: Tensor) -> Tensor | Operand:
+        """[rows, h], for a weight gradient."""
+
+    def start_sums(self, rows: Tensor) -> Callable[[], Tensor]:
+        """[rows, h] -> begins to add up each token's; what returns them, [n, h]."""
+
+    def row_weights(self, weights: Tensor) -> Tensor:
+        """`weights` -> [rows]."""
+
+    def weight_grads(self, grads: Tensor) -> Tensor:
+        """Gradients of the rows' weights, of which each rank of `etp` has a part -> those of `weights`."""
+
+
+class Gathered:
+    """`Dispatch` by tokens that every rank of `ranks` has. sums_weights: each of them has a part of every row's
+    weight's gradient. Communicates over `ranks`."""
+
+    def __init__(self, routes: Routes, ranks: TensorParallel, *, sums_weights: bool) -> None:
+        self.tokens, self.weights, self.ends, self._by_token, self._begins = routes
+        self._ranks, self._sums_weights = ranks, sums_weights
+
+    def rows(self, x: Tensor) -> Tensor:
+        return mappings.gather_sequence(x, self._ranks).index_select(0, self.tokens)
+
+    def rows_and_kept(self, x: Tensor, keeps_gathered: bool) -> tuple[Tensor, Tensor]:
+        whole = mappings.gather_sequence(x, self._ranks)
+        return whole.index_select(0, self.tokens), whole if keeps_gathered else x
+
+    def rows_again(self, kept: Tensor) -> _Rows:
+        in_parts = len(kept) < len(self._begins)
+        return _Rows(mappings.SequenceShard(kept, self._ranks) if in_parts else kept, self.tokens)
+
+    def start_sums(self, rows: Tensor) -> Callable[[], Tensor]:
+        sums = F.embedding_bag(self._by_token, rows, self._begins, mode="sum")
+        total, pending = mappings.start_sum(sums, self._ranks)
+
+        def finish() -> Tensor:
+            if pending is not None:
+                pending.wait()
+            return total
+
+        return finish
+
+    def row_weights(self, weights: Tensor) -> Tensor:
+        return weights
+
+    def weight_grads(self, grads: Tensor) -> Tensor:
+        return mappings.sum_ranks(grads, TensorParallel(self._ranks.group)) if self._sums_weights else grads
+
+
+class Exchanged:
+    """`Dispatch` by exchanges: own: the routes of this rank's tokens to all experts; by_rank: tokens of each expert, by
+    the rank that has them. Communicates over the peers."""
+
+    def __init__(self, own: Routes, by_rank: list[list[int]], ranks: ExpertRanks) -> None:
+        self.weights, self._own, self._ranks = own.weights, own, ranks
+        mine, parts, device = ranks.own(len(own.ends)), ranks.etp.size, own.tokens.device
+        starts = (0, *own.ends)
+        segments = [(starts[first], starts[last]) for first, last in self._segments(len(mine))]
+        self._sent = [end - start for start, end in segments for _ in range(parts)]
+        counts = [rows[mine.start : mine.stop] for rows in by_rank]
+        self._received = [sum(one) for one in counts]
+        self.ends = tuple(itertools.accumulate(map(sum, zip(*counts, strict=True))))
+        # Where each row comes from: of what is sent, the own rows; of what arrives by (rank, expert), by (expert,
+        # rank).
+        self._out = _places([(start, end) for start, end in segments for _ in range(parts)], device)
+        flat = [0, *itertools.accumulate(itertools.chain(*counts))]
+        blocks = [
+            (flat[rank * len(mine) + expert], flat[rank * len(mine) + expert + 1])
+            for expert in range(len(mine))
+            for rank in range(len(counts))
+        ]
+        self._by_expert = _places(blocks, device)
+        self._by_rank = torch.empty_like(self._by_expert)
+        self._by_rank[self._by_expert] = torch.arange(len(self._by_expert), device=device)
+
+    def _segments(self, experts: int) -> list[tuple[int, int]]:
+        """The experts of each rank of `ep`."""
+        return [(rank * experts, (rank + 1) * experts) for rank in range(self._ranks.ep_size)]
+
+    def rows(self, x: Tensor) -> Tensor:
+        return self._to_experts(x.index_select(0, self._own.tokens))
+
+    def rows_and_kept(self, x: Tensor, keeps_gathered: bool) -> tuple[Tensor, Tensor]:
+        return (rows := self.rows(x)), rows
+
+    def rows_again(self, kept: Tensor) -> Tensor:
+        return kept
+
+    def start_sums(self, rows: Tensor) -> Callable[[], Tensor]:
+        finish = self._start_back(rows)
+
+        def sums() -> Tensor:
+            return F.embedding_bag(self._own.by_token, finish(), self._own.begins, mode="sum")
+
+        return sums
+
+    def row_weights(self, weights: Tensor) -> Tensor:
+        return self._to_experts(weights)
+
+    def weight_grads(self, grads: Tensor) -> Tensor:
+        return self._start_back(grads)()
+
+    def _to_experts(self, own: Tensor) -> Tensor:
+        """[own rows, ...] -> [rows, ...]."""
+        sent = own if self._ranks.etp.size == 1 else own.index_select(0, self._out)
+        arrived = own.new_empty(sum(self._received), *own.shape[1:])
+        collectives.all_to_all(arrived, sent, self._received, self._sent, self._ranks.peers)
+        return arrived.index_select(0, self._by_expert)
+
+    def _start_back(self, rows: Tensor) -> Callable[[], Tensor]:
+        """[rows, ...] -> begins to send them back; what returns [own rows, ...], added up over `etp`."""
+        back = rows.new_empty(sum(self._sent), *rows.shape[1:])
+        ordered = rows.index_select(0, self._by_rank)
+        peers, parts = self._ranks.peers, self._ranks.etp.size
+        pending = collectives.all_to_all(back, ordered, self._sent, self._received, peers, async_op=True)
+
+        def finish() -> Tensor:
+            pending.wait()
+            if parts == 1:
+                return back
+            pieces = back.split(self._sent)
+            own = [pieces[first : first + parts] for first in range(0, len(pieces), parts)]
+            return torch.cat([_sum_in_order(of_segment) for of_segment in own])
+
+        return finish
+
+
+def dispatched(choices: Choices, tp: TensorParallel, ranks: ExpertRanks | None) -> Dispatch:
+    """The way of a microbatch whose tokens are on the ranks of tp, under sequence parallel each with its part of them.
+    Communicates over the peers of a grid of experts."""
+    if ranks is None:
+        return Gathered(_routes(choices), tp, sums_weights=True)
+    peers = ranks.peers
+    num_experts = len(choices.of_experts)
+    experts, weights, kept, _, even_rows = own_choices = _own_choices(choices, tp)
+    if ranks.gathers:
+        flat = experts if kept is None else experts.masked_fill(~kept, num_experts)
+        everyone = TensorParallel(peers, sequence_parallel=True)
+        weights = mappings.moved(weights, everyone, mappings.gathered, mappings.own_part_of_sum, 0)
+        own, flat = ranks.own(num_experts), mappings.gather_sequence(flat, everyone)
+        here = (flat >= own.start) & (flat < own.stop)
+        of_own = routing.tokens_by_expert(flat - own.start, here, len(own))
+        rows = even_rows * peers.size // ranks.ep_size
+        return Gathered(
+            _routes(Choices(flat - own.start, weights, here, of_own, rows)), everyone, sums_weights=False
+        )
+    if experts.is_meta:
+        by_rank = [routing.balanced_counts(even_rows, num_experts)] * peers.size
+    else:
+        mine = own_choices.of_experts
+        every = mine.new_empty(peers.size * num_experts)
+        collectives.all_gather(every, mine, peers)
+        by_rank = every.view(peers.size, num_experts).tolist()  # sync: see [Note: the host waits once]
+    return Exchanged(routing.routes_of(experts, weights, kept, by_rank[peers.rank]), by_rank, ranks)
+
+
+def _routes(choices: Choices) -> Routes:
+    """To all experts that are counted."""
+    experts, weights, kept, of_experts, even_rows = choices
+    if experts.is_meta:
+        return routing.routes_of(experts, weights, None, routing.balanced_counts(even_rows, len(of_experts)))
+    return routing.routes_of(
+        experts, weights, kept, of_experts.tolist()
+    )  # sync: how many rows each product has
+
+
+def _own_choices(choices: Choices, tp: TensorParallel) -> Choices:
+    """Of this rank's tokens."""
+    if not tp.sequence_parallel:
+        return choices
+    count = len(choices.experts) // tp.size
+    part = slice(tp.rank * count, (tp.rank + 1) * count)
+    experts, weights = choices.experts[part], choices.weights[part]
+    kept = None if choices.kept is None else choices.kept[part]
+    counts = routing.tokens_by_expert(experts, kept, len(choices.of_experts))
+    return Choices(experts, weights, kept, counts, choices.even_rows // tp.size)
+
+
+class _Rows:
+    """An `Operand`: the experts' input, made again of the tokens' when it is wanted."""
+
+    def __init__(self, x: Tensor | mappings.SequenceShard, tokens: Tensor) -> None:
+        self._x, self._tokens = x, tokens
+
+    def start(self) -> None:
+        if not isinstance(self._x, Tensor):
+            self._x.start()
+
+    def whole(self) -> Tensor:
+        x = self._x if isinstance(self._x, Tensor) else self._x.whole()
+        return x.index_select(0, self._tokens)
+
+
+def _places(blocks: list[tuple[int, int]], device: torch.device) -> Tensor:
+    """The numbers of all blocks [start, end), one block behind the other."""
+    starts = torch.tensor([start for start, _ in blocks], dtype=torch.int64)
+    sizes = torch.tensor([end - start for start, end in blocks], dtype=torch.int64)
+    before = sizes.cumsum(0) - sizes
+    places = torch.arange(int(sizes.sum())) + (starts - before).repeat_interleave(sizes)
+    return places.to(device)
+
+
+def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
