@@ -1,103 +1,65 @@
-"""Experts on layouts of ranks: fp64 to 1e-10 of one process after ten clipped steps, routes as integers. Two ranks, and
-the covering array of `tests.harness.experts_cases` on eight. What one process computes is held to plain PyTorch by
-test_reference_moe.
-"""
+"""Experts on layouts of ranks: fp64 to 1e-10 of one process after ten clipped steps, routes as integers; schedules bit
+for bit. What one process computes is held to plain PyTorch by test_reference_moe."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from typing import NamedTuple
-from unittest import mock
+import functools
 
 import numpy as np
 import pytest
-import torch
 
-from megatron.core.transformer.experts.router import Router
-from tests.harness.covering import read_cases, to_cover
-from tests.harness.experts_cases import FILE, OF_LAYOUT, OF_MODEL, ExpertsCase, possible_cases
-from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, Run, Trained, assembled, plan_ahead, train_run
+from megatron.core.transformer.experts.counted import counted
+from tests.harness.layouts import NO_DROPOUT, Layout, Run, assembled, train_run
 from tests.harness.ranks import run_ranks
-from tests.harness.validated_steps import validated_results
-from tests.parity.test_one_plan import layout_of, microbatches_of, num_layers_of
 
 MODEL = [
-    *"--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --swiglu "
-    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope".split(),
+    *"--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --swiglu --disable-bias-linear "
+    "--normalization RMSNorm --position-embedding-type rope".split(),
 ]
 ROUTERS = {
     "mixtral": "--moe-z-loss-coeff 0.01",
     "qwen2": "--moe-router-pre-softmax --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate "
     "--moe-router-load-balancing-type seq_aux_loss",
     "drops": "--moe-expert-capacity-factor 0.75 --moe-router-dtype fp64",
+    "deepseek": "--moe-router-score-function sigmoid --moe-router-topk 3 --moe-router-num-groups 2 "
+    "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05",
+    "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-router-topk 1 "
+    "--moe-input-jitter-eps 0.1",
     "first_dense": "--moe-layer-freq [0]*3+[1] --moe-router-score-function sigmoid "
     "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position --moe-shared-expert-intermediate-size 16",
 }
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+FSDP = "--use-custom-fsdp --data-parallel-sharding-strategy".split()
 LAYOUTS = [
     (Layout(tp=2, sp=True), "mixtral"),
     (Layout(dp=2), "drops"),
     (Layout(pp=2, schedule="zb-1p"), "first_dense"),
-    (
-        Layout(dp=2, more=("--use-custom-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")),
-        "qwen2",
-    ),
+    (Layout(dp=2, more=(*FSDP, "optim_grads_params")), "qwen2"),
     (Layout(tp=2, sp=True, more=tuple(FULL)), "drops"),
 ]
-COMMON = ["--fp64", "--micro-batch-size", "2", *NO_DROPOUT]
+LARGER = [
+    (Layout(tp=2, sp=True, pp=2, schedule="zbv"), "qwen2"),
+    (Layout(pp=2, dp=2, schedule="zb-1p", more=(*FSDP, "optim_grads_params")), "mixtral"),
+    (Layout(pp=2, dp=2, schedule="interleaved", chunks=2, more=(*FSDP, "optim_grads", *FULL)), "first_dense"),
+    (Layout(tp=2, sp=True, dp=2, more=("--use-distributed-optimizer",)), "qwen2"),
+    (Layout(tp=4, sp=True), "drops"),
+    (Layout(dp=4, more=(*FSDP, "optim_grads_params", "--num-distributed-optimizer-instances", "2")), "drops"),
+    (Layout(pp=4, schedule="1f1b", more=tuple(FULL)), "first_dense"),
+]
 STEPS = 10
-CASES = read_cases(ExpertsCase, FILE)
 
 
-class Outcome(NamedTuple):
-    """Of a rank. counts: what layers have counted, by step. routes: (iteration, microbatch, layer) -> the tokens of its
-    experts' rows, and where those of each end."""
-
-    trained: Trained
-    counts: list
-    routes: dict
-    taken_back: int
+def words(router, *more):
+    return ["--num-layers", "4", *MODEL, *ROUTERS[router].split(), *NO_DROPOUT, *more]
 
 
-class Job(NamedTuple):
-    """A run. batch: microbatches of a step. validated: steps are validated behind the one after them."""
+class CountingRun(Run):
+    """Keeps what layers have counted, by step."""
 
-    layout: Layout
-    words: tuple[str, ...]
-    batch: int = 8
-    masked: bool = False
-    clip: float = CLIP
-    validated: bool = False
-
-
-def recording(routes):
-    """Routers write down what they choose; what is repeated has to choose the same, unless weights changed."""
-    forward = Router.forward
-
-    def recorded(self, x):
-        chosen = forward(self, x)
-        key = self.context.iteration, self.context.microbatch, self.layer
-        now = chosen.tokens.numpy().tobytes(), chosen.ends
-        assert routes.setdefault(key, now) == now or not self.context.counts.paused, key
-        routes[key] = now
-        return chosen
-
-    return mock.patch.object(Router, "forward", recorded)
-
-
-def run_job(ctx, job):
-    run, routes = Run(ctx, job.layout, job.words, global_batch=job.batch, masked=job.masked), {}
-    with recording(routes):
-        if job.validated:
-            initial, results = run.main_weights(), validated_results(run, STEPS)
-            sums = [result.losses["lm loss"] for result in results]
-            losses = [total / count for total, count in sums]
-            norms, weights = [result.grad_norm for result in results], run.main_weights()
-            trained = Trained(losses, norms, [], initial, {}, weights, run.model_weights(), {})
-            counts = [result.layers for result in results]
-            return Outcome(trained, counts, routes, sum(result.rolled_back for result in results))
-        counts, train = [], run.runner.train
+    def __init__(self, ctx, layout, words, **more):
+        super().__init__(ctx, layout, words, **more)
+        self.counts = []
+        train = self.runner.train
 
         def counting(batches, task):
             numbers = train(batches, task)
@@ -105,126 +67,60 @@ def run_job(ctx, job):
 
             def reduced(ps):
                 totals = reduce(ps)
-                counts.append(totals.layers)
+                self.counts.append(totals.layers)
                 return totals
 
             numbers.reduce = reduced
             return numbers
 
-        run.runner.train = counting
-        return Outcome(train_run(run, STEPS, job.clip), counts, routes, 0)
+        self.runner.train = counting
 
 
-def run_jobs(ctx, jobs):
-    torch.set_num_threads(1)
-    outcomes = []
-    for job in jobs:
-        try:
-            outcomes.append(run_job(ctx, job))
-        except Exception as error:
-            error.add_note(f"{job}")
-            raise
-    return outcomes
+def train_all(ctx, cases):
+    found = []
+    for layout, words in cases:
+        run = CountingRun(ctx, layout, words)
+        found.append((train_run(run, STEPS), run.counts, counted(run.config.model)))
+    return found
 
 
-def first_norms(ctx, jobs):
-    """Of gradients, in the first step."""
-    torch.set_num_threads(1)
-    runs = (Run(ctx, job.layout, job.words, global_batch=job.batch, masked=job.masked) for job in jobs)
-    return [run.step(1)[1].norm for run in runs]
+@functools.cache
+def alone(*words):
+    return run_ranks(train_all, 1, [(Layout(), words)], timeout=120)[0][0]
 
 
-def on_one(job):
-    return job._replace(layout=Layout(), validated=False)
-
-
-def compare(outcomes, expected, validated):
-    results, routes = [one.trained for one in outcomes], {}
-    for trained, counts, chosen, taken_back in outcomes:
-        np.testing.assert_allclose(trained.losses, expected.trained.losses, rtol=0, atol=1e-10)
-        np.testing.assert_allclose(trained.norms, expected.trained.norms, rtol=0, atol=1e-10)
-        assert (taken_back > 0) == validated, f"{taken_back} steps were taken back"
-        for step, (ours, theirs) in enumerate(zip(counts, expected.counts, strict=True)):
-            assert ours.keys() == theirs.keys()
-            for (layer, name), numbers in theirs.items():
-                bound = 0 if name in ("tokens", "dropped") else 1e-10
-                difference = np.abs(np.subtract(ours[layer, name], numbers)).max()
-                assert difference <= bound, (step, layer, name, difference)
-        assert all(routes.setdefault(key, one) == one for key, one in chosen.items())
-    assert routes == expected.routes
-    for kind in ("initial", "weights", "model", *([] if validated else ["grads"])):
+def compare(by_rank, words, exact):
+    expected, expected_counts, names = alone(*words)
+    results = [trained for trained, _, _ in by_rank]
+    for trained, counts, _ in by_rank:
+        assert np.allclose(trained.losses, expected.losses, rtol=0, atol=0 if exact else 1e-10)
+        assert np.allclose(trained.norms, expected.norms, rtol=0, atol=0 if exact else 1e-10)
+        for step, (ours, theirs) in enumerate(zip(counts, expected_counts, strict=True)):
+            for one in names:
+                numbers, known = ours[one.layer, one.name], theirs[one.layer, one.name]
+                bound = 0 if one.name in ("tokens", "dropped") else 1e-10
+                assert np.allclose(numbers, known, rtol=0, atol=bound), (step, one, numbers, known)
+    for kind in ("initial", "grads", "weights"):
         ours = assembled([getattr(rank, kind) for rank in results])
-        theirs = assembled([getattr(expected.trained, kind)])
-        assert ours.keys() == theirs.keys()
-        worst = {name: np.abs(ours[name] - values).max() for name, values in theirs.items()}
-        bound = 0 if kind == "initial" else 1e-10
-        assert max(worst.values()) <= bound, (kind, {name: one for name, one in worst.items() if one > bound})
+        for name, values in assembled([getattr(expected, kind)]).items():
+            worst = np.abs(ours[name] - values).max()
+            assert worst <= (0 if exact or kind == "initial" else 1e-10), (kind, name, worst)
 
 
-def check(jobs):
-    for job in jobs:
-        plan_ahead(job.layout, job.words, global_batch=job.batch)
-    (expected,) = run_ranks(run_jobs, 1, [on_one(job) for job in jobs], timeout=1200)
-    by_rank = run_ranks(run_jobs, jobs[0].layout.world_size, jobs, timeout=1200)
-    wrong = []
-    for job, one, *outcomes in zip(jobs, expected, *by_rank, strict=True):
+def check(layouts, *more, exact=False):
+    cases = [(layout, words(router, *more)) for layout, router in layouts]
+    by_rank = run_ranks(train_all, layouts[0][0].world_size, cases, timeout=300)
+    for number, (layout, flags) in enumerate(cases):
         try:
-            compare(outcomes, one, job.validated)
+            compare([rank[number] for rank in by_rank], flags, exact)
         except AssertionError as error:
-            wrong.append(f"{job}: {error}")
-    assert not wrong, "\n".join(wrong)
-
-
-def jobs_of(cases):
-    """Validated steps are clipped just below the first one's norm: it is taken back, because ranks have stepped that
-    had not heard of the last one's part of it."""
-    jobs = []
-    for case in cases:
-        words = (*COMMON, "--num-layers", str(num_layers_of(case)), *case.words)
-        jobs.append(
-            Job(Layout(), words, microbatches_of(case) * case.dp, case.per_token, CLIP, case.validated)
-        )
-    validated = [number for number, job in enumerate(jobs) if job.validated]
-    if validated:
-        (norms,) = run_ranks(first_norms, 1, [jobs[number] for number in validated], timeout=300)
-        for number, norm in zip(validated, norms, strict=True):
-            jobs[number] = jobs[number]._replace(clip=0.999999 * norm)
-    layouts = [layout_of(case, job.clip) for case, job in zip(cases, jobs, strict=True)]
-    return [
-        job._replace(layout=dataclasses.replace(layout, more=(*layout.more, *case.recompute_words)))
-        for case, job, layout in zip(cases, jobs, layouts, strict=True)
-    ]
+            raise AssertionError(f"{layout}, {flags}: {error}") from error
 
 
 def test_layouts_of_two_ranks_equal_one_process():
-    check([Job(layout, (*MODEL, *COMMON, *ROUTERS[router].split())) for layout, router in LAYOUTS])
-
-
-def test_the_array_covers_every_pair():
-    assert len(CASES) <= 200
-    assert all(case.is_possible for case in CASES)
-    pairs = to_cover(possible_cases())
-    assert to_cover(CASES) == pairs
-    for (left, ones), (right, others) in itertools.product(OF_LAYOUT.items(), OF_MODEL.items()):
-        assert all(((left, one), (right, other)) in pairs for one in ones for other in others), (left, right)
-
-
-def of_layout(case):
-    """Cases of which this is equal share communicators in a fork."""
-    return case.tp, case.pp, case.strategy in ("HSDP", "HFSDP")
-
-
-BY_LAYOUT = sorted(CASES, key=of_layout)
-SIZE = 9  # of a part, some minutes: --lf goes on where a run was stopped
-SAMPLE = [case for case in CASES if case.pp == 2 and case.tp == 2 and case.schedule in ("zbv", "zb-1p")][:2]
-
-
-def test_a_sample_of_the_array_equals_one_process():
-    check(jobs_of(SAMPLE))
+    check(LAYOUTS, "--fp64")
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(0, len(CASES), SIZE))
-def test_the_array_equals_one_process(first):
-    check(jobs_of(BY_LAYOUT[first : first + SIZE]))
+def test_layouts_of_four_ranks_equal_one_process():
+    check(LARGER, "--fp64")
