@@ -124,8 +124,9 @@ def timed(trainer: Trainer, batches: Batches) -> tuple[float, float, float]:
 def time_case(dtype: str, micro_batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Interleaved steps of both; medians and the median ratio of the pairs."""
     batches = make_batches(micro_batch, args)
-    shape = shape_of(args)
-    ours, plain = OurTrainer(shape, DTYPES[dtype]), PlainTrainer(PlainGPT(**shape), DTYPES[dtype])
+    shape, keeps = shape_of(args), args.keep_activation_output
+    ours = OurTrainer(shape, DTYPES[dtype], keep_activation_output=keeps)
+    plain = PlainTrainer(PlainGPT(**shape), DTYPES[dtype])
     weights = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
     copy_weights(weights, plain.model, shape["heads"])
     trainers: dict[str, Trainer] = {"ours": ours, "plain": plain}
@@ -158,9 +159,12 @@ def measure_memory(args: argparse.Namespace) -> None:
     batches = make_batches(args.micro_batch[0], args)
     torch.randn(64, 64) @ torch.randn(64, 64)
     before = resident_bytes("VmRSS")
-    shape, dtype = shape_of(args), DTYPES[args.dtypes[0]]
+    shape, dtype, keeps = shape_of(args), DTYPES[args.dtypes[0]], args.keep_activation_output
     trainer: Trainer
-    trainer = OurTrainer(shape, dtype) if args.memory_of == "ours" else PlainTrainer(PlainGPT(**shape), dtype)
+    if args.memory_of == "ours":
+        trainer = OurTrainer(shape, dtype, keep_activation_output=keeps)
+    else:
+        trainer = PlainTrainer(PlainGPT(**shape), dtype)
     trainer.step(batches)
     Path("/proc/self/clear_refs").write_text(
         "5"
@@ -183,6 +187,7 @@ def memory_case(who: str, dtype: str, micro_batch: int, args: argparse.Namespace
     ]
     for name in (*SHAPE, "global_batch"):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    command += ["--keep-activation-output"] * args.keep_activation_output
     # the C library reads these at its start: freed memory then leaves the resident set
     malloc = ["env", "MALLOC_MMAP_THRESHOLD_=65536", "MALLOC_TRIM_THRESHOLD_=65536"]
     done = subprocess.run([*malloc, *command], check=True, capture_output=True, text=True)
@@ -205,6 +210,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--steps", type=int, default=5, help="timed pairs of steps")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--keep-activation-output", action="store_true", help="the trainer's flag, of ours")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory-of", choices=("ours", "plain"), help=argparse.SUPPRESS)
     args = parser.parse_args()

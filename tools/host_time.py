@@ -3,6 +3,7 @@ microbatch.
 
     python tools/host_time.py                          # 8 layers, hidden 64, sequence 32, 8 microbatches of one sample
     python tools/host_time.py --hidden 128 --dtypes fp32 --steps 40 --json out.json
+    python tools/host_time.py --start 1 2 4 8 --steps 5    # what a rank's start costs, beside `import torch`
 
 Steps of both are interleaved, and what is printed are medians of this thread's CPU time, so that others on the machine
 disturb little; one thread computes. `kernels` is what a step's calls of ATen take by themselves: they are recorded once
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -159,7 +163,9 @@ def profile(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     shape = shape_of(args)
     batches = make_batches(args.micro_batch, args)
     pair = {
-        "ours": Contestant(OurTrainer(shape, DTYPES[dtype]), batches),
+        "ours": Contestant(
+            OurTrainer(shape, DTYPES[dtype], keep_activation_output=args.keep_activation_output), batches
+        ),
         "plain": Contestant(PlainTrainer(PlainGPT(**shape), DTYPES[dtype]), batches),
     }
     for step in range(args.steps):
@@ -179,18 +185,53 @@ def profile(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+START = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size {samples} --train-iters 1 --lr 1e-3 --mock-data --num-workers 0 "
+    "--tokenizer-type ByteTokenizer --no-create-attention-mask-in-dataloader --log-interval 1 --eval-iters 0"
+)
+
+
+def start_of(ranks: int, rounds: int) -> tuple[float, float]:
+    """CPU seconds, user's and system's, of `import torch`; and of a rank, from its launch to the end of a run of one
+    step: medians of runs in turn. Several ranks are those of `megatron-zero launch`, whose own are shared out."""
+    root = Path(__file__).resolve().parent.parent
+    launched = [] if ranks == 1 else ["tools/launch.py", "--nproc-per-node", str(ranks), "--"]
+    command = [*launched, "pretrain_gpt.py", *START.format(samples=2 * ranks).split()]
+    spent: dict[str, list[float]] = {"import": [], "start": []}
+    for _ in range(rounds):
+        for name, words in (("import", ["-c", "import torch"]), ("start", command)):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            with tempfile.TemporaryDirectory() as folder:
+                there = [str(root / one) if one.endswith(".py") else one for one in words]
+                subprocess.run([sys.executable, *there], cwd=folder, check=True, capture_output=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            spent[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return statistics.median(spent["import"]), statistics.median(spent["start"]) / ranks
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="CPU time of a step by part, ours beside a plain loop")
     sizes = (("layers", 8), ("hidden", 64), ("heads", 4), ("seq", 32), ("vocab", 256))
     for name, value in (*sizes, ("global-batch", 8), ("micro-batch", 1), ("steps", 60)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--keep-activation-output", action="store_true", help="the trainer's flag, of ours")
+    parser.add_argument("--start", type=int, nargs="+", metavar="RANKS", help="of a rank's start instead")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    for ranks in args.start or ():
+        imported, started = start_of(ranks, args.steps)
+        ratio = decimal(started / imported, 2)
+        print(
+            f"ranks {ranks}: {decimal(started, 2)} s of CPU a rank, import torch {decimal(imported, 2)} s, {ratio}"
+        )
+    if args.start:
+        return
     torch.set_num_threads(1)
     results = [profile(dtype, args) for dtype in args.dtypes]
     for result in results:

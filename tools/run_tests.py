@@ -5,7 +5,7 @@ has imported what takes seconds. What a part says is printed when it has ended, 
 core; the exit status is 1 if any failed.
 
 Of the tests marked `grid` (tests/harness/grid.py) as many are run as BUDGET_S has room for beside the others.
-`--record-seconds` runs all of them and writes tests/grid_seconds.csv anew.
+`--record-seconds` runs all of them, writes tests/grid_seconds.csv anew, and says which others take longest.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import IO, Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 AT_ONCE = len(os.sched_getaffinity(0)) + 1  # tests wait for other ranks, for files and for time to pass
-BUDGET_S = 1560.0  # of a core, as tests/grid_seconds.csv counts: 13 minutes of two where it was written
+BUDGET_S = 1260.0  # of a core, as tests/grid_seconds.csv counts: within 11 minutes of two free ones
 RECORD = "--record-seconds"
+LONG = 100  # tests that are named where they are recorded
 # The longest first, so that the last ones end together; then each folder of what these do not name. A file is in the
 # first part that names it. What imports transformers, which takes 4 s, is one part.
 LONGEST = (
@@ -100,7 +101,7 @@ def main(options: Sequence[str]) -> int:
     with tempfile.TemporaryFile("w+", newline="") as taken:
         plugin = _grid(None if RECORD in options else BUDGET_S, taken)
         status, used = _run_parts([option for option in options if option != RECORD], plugin)
-        if status == 0 and RECORD in options:
+        if RECORD in options:
             _record(taken, used)
     return status
 
@@ -124,11 +125,14 @@ def _grid(budget: float | None, taken: IO[str]) -> Any:
 
 
 def _record(taken: IO[str], used: float) -> None:
-    """Write tests/grid_seconds.csv. used: by all tests."""
+    """Write tests/grid_seconds.csv, and print the longest tests that every run has. used: by all tests."""
     grid = importlib.import_module("tests.harness.grid")
     taken.seek(0)
-    seconds = {test: float(took) for test, took in csv.reader(taken)}
+    rows = [(test, float(took), bool(marked)) for test, took, marked in csv.reader(taken)]
+    seconds = {test: took for test, took, marked in rows if marked}
     grid.write_seconds({grid.OTHERS: used - sum(seconds.values()), **seconds})
+    others = sorted(((took, test) for test, took, marked in rows if not marked), reverse=True)
+    print("\n".join(["in every run:", *(f"{took:8.2f} s of a core  {test}" for took, test in others[:LONG])]))
 
 
 def _run_parts(options: Sequence[str], plugin: Any) -> tuple[int, float]:

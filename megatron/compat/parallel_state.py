@@ -93,9 +93,9 @@ _AXES = {
     "model_parallel": ("mp", "group src_rank"),
     "embedding": ("embedding", "group"),
     "context_parallel": ("", "world_size rank group global_ranks"),
-    "expert_model_parallel": ("", "world_size rank group"),
-    "expert_tensor_parallel": ("tp", "world_size rank group"),
-    "expert_data_parallel": ("dp", "world_size rank group"),
+    "expert_model_parallel": ("ep", "world_size rank group"),
+    "expert_tensor_parallel": ("etp", "world_size rank group"),
+    "expert_data_parallel": ("expert_dp", "world_size rank group"),
 }
 
 
@@ -103,8 +103,12 @@ def _getter(purpose: str, read: Callable[[Group], Any]) -> Callable[..., Any]:
     def get(_: Any = None, partial_data_parallel: Any = False, **__: Any) -> Any:
         ps = current()
         alone = Group("alone", (ps.rank,), 0, ps.device.backend, None, ps.device, ours.DEFAULT_TIMEOUT)
-        partial = purpose == "dp" and partial_data_parallel
-        return read(ps.groups.get("dp_reduce" if partial else purpose, alone))
+        name = purpose
+        if purpose == "expert_dp":
+            name = "dp" if ps.experts is None else "expert_dp_reduce"
+        elif purpose == "dp" and partial_data_parallel:
+            name = "dp_reduce"
+        return read(ps.groups.get(name, alone))
 
     return get
 

@@ -50,7 +50,8 @@ class WeightGradSink(Protocol):
 
 
 class GradListener(Protocol):
-    """An engine that reduces gradients hears of every contribution."""
+    """An engine that reduces gradients hears of every contribution. Where it has a set `fresh`, only of the beginnings
+    of those whose keys are in there: all others are added to what there is."""
 
     def grad_begins(self, key: str) -> bool:
         """A contribution to `key` is about to be written: its buffer has memory on return. True: what is in it is to

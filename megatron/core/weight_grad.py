@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -39,6 +39,16 @@ def accumulate_wgrad(
 
     overwrite: main_grad = instead, whatever it holds, which may be anything. An expert without rows adds nothing.
     """
+    if ends is None and scale == 1.0 and not overwrite and main_grad.dtype == dy.dtype:
+        # Most of them: as below, in as few calls as there can be.
+        if x is None:
+            if dy.dim() != main_grad.dim():
+                dy = dy.sum(0) if dy.dim() == 2 else dy.flatten(0, -2).sum(0)
+            main_grad.add_(dy)
+            return
+        if x.dtype == dy.dtype and x.dim() == dy.dim() == 2 and main_grad.shape == (dy.shape[1], x.shape[1]):
+            main_grad.addmm_(dy.t(), x)
+            return
     if ends is not None:
         for grad, first, end in zip(main_grad.unbind(), (0, *ends), ends, strict=False):
             if first < end:
@@ -155,6 +165,8 @@ class WeightGradAccumulator:
         self.main_grads: dict[str, Tensor] = {}
         self.deferring = False
         self._listener: GradListener | None = None
+        # Keys whose contributions the listener hears of before they are written; None: it hears of all, twice.
+        self._fresh: Container[str] | None = ()
         self._scale = 1.0
         self._filed: dict[int, deque[Contribution]] = {}
         self._unit_of: Mapping[str, int] = {}
@@ -166,6 +178,7 @@ class WeightGradAccumulator:
         """Use these buffers, one a key, and tell `listener` of every contribution. scale: of every contribution."""
         self.main_grads = dict(main_grads)
         self._listener = listener
+        self._fresh = () if listener is None else getattr(listener, "fresh", None)
         self._scale = scale
 
     def bind_new(
@@ -198,7 +211,7 @@ class WeightGradAccumulator:
     def put(
         self, key: str, x: Tensor | Operand | None, dy: Tensor, ends: tuple[int, ...] | None = None
     ) -> None:
-        main_grads, listener = self.main_grads, self._listener
+        main_grads, fresh, overwrite = self.main_grads, self._fresh, False
         assert key in main_grads, f"no gradient buffer bound for {key!r}; bound: {sorted(main_grads)}"
         if self.deferring:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -208,10 +221,11 @@ class WeightGradAccumulator:
             return
         if x is not None and not isinstance(x, Tensor):
             x = x.whole()
-        overwrite = listener is not None and listener.grad_begins(key)
+        if (fresh is None or key in fresh) and self._listener is not None:
+            overwrite = self._listener.grad_begins(key)
         accumulate_wgrad(main_grads[key], x, dy, ends, overwrite=overwrite, scale=self._scale)
-        if listener is not None:
-            listener.grad_ready(key, self.microbatch)
+        if fresh is None:
+            self.done(key, self.microbatch)
 
     @torch.no_grad()
     def flush(self, microbatch: int, units: tuple[int, int] | None = None) -> None:

@@ -58,10 +58,12 @@ def test_truncated_shard(copy):
     launch.ok(launch.run_forked([*FLAGS, "--ckpt-step", "2"], cwd=copy))
 
 
+@pytest.mark.grid
 def test_step_that_is_not_there(copy):
     assert "--ckpt-step 3 is not in ck (iterations there: 2, 4)" in refused(copy, "--ckpt-step", "3")
 
 
+@pytest.mark.grid
 def test_another_model(copy):
     output = refused(copy, "--hidden-size", "64")
     assert "hidden_size: checkpoint 32, this run 64" in output
@@ -72,6 +74,7 @@ def test_missing_checkpoint_may_be_an_error(tmp_path):
     assert "--exit-on-missing-checkpoint" in run.output
 
 
+@pytest.mark.grid
 def test_nothing_valid_is_not_scratch(copy):
     for name in ("iter_0000002", "iter_0000004"):
         (copy / "ck" / name / "manifest.json").unlink()
@@ -94,6 +97,7 @@ def test_tracker_of_a_missing_directory(copy):
     assert list(run.losses()) == [3, 4]
 
 
+@pytest.mark.grid
 def test_optimizer_that_was_not_saved(tmp_path):
     launch.ok(launch.run_forked([*FLAGS, "--no-save-optim", "--no-save-rng"], cwd=tmp_path))
     assert "no optimizer state (saved with --no-save-optim?)" in refused(tmp_path, *LONGER)

@@ -59,6 +59,7 @@ def test_shorter_data_file(tmp_path):
     assert "corpus.bin" in refused(launch.run_forked(flags(), cwd=tmp_path), 4, tmp_path)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("more", [(), ("--num-workers", "2")])
 def test_token_out_of_range(tmp_path, more):
     write_corpus(tmp_path, vocab_size=300)  # a corpus of another tokenizer
@@ -67,6 +68,7 @@ def test_token_out_of_range(tmp_path, more):
     assert "128" in output
 
 
+@pytest.mark.grid
 def test_file_that_shrinks_under_the_run(tmp_path):
     write_corpus(tmp_path)
     slow = flags("corpus", "--train-iters", "400", "--slow-s", "0.05")
@@ -94,6 +96,7 @@ def test_damaged_tokenizer_file(tmp_path):
     assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
+@pytest.mark.grid
 def test_wrong_flags_under_torchrun(tmp_path):
     """Said once, all at once, before torch; no rank prints a traceback of ours."""
     words = [
@@ -153,6 +156,7 @@ def test_data_that_ends_too_early(tmp_path):
     assert launch.exit_record(tmp_path)["iteration"] == 0  # told before training, not after it
 
 
+@pytest.mark.grid
 def test_blends_and_several_validation_sets(tmp_path):
     for seed, name in enumerate("abc"):
         write_corpus(tmp_path, name, seed=seed)
@@ -179,6 +183,7 @@ def test_blends_and_several_validation_sets(tmp_path):
     assert lines[1]["lm loss validation-1"] == lines[2]["lm loss validation-1"]  # all of the set, both times
 
 
+@pytest.mark.grid
 def test_full_validation_reads_all_of_one_set_every_time(tmp_path):
     write_corpus(tmp_path, documents=80)
     words = [*launch.TINY_DATA, "--train-iters", "4", "--data-path", "corpus", "--split", "6,4,0"]
@@ -191,6 +196,7 @@ def test_full_validation_reads_all_of_one_set_every_time(tmp_path):
     assert len(set(values)) == 1  # the same samples, and weights that do not move
 
 
+@pytest.mark.grid
 def test_iterations_to_skip(tmp_path):
     words = [*launch.TINY, "--train-iters", "5", "--iterations-to-skip", "2", "3", "--save", "ck"]
     run = launch.ok(launch.run_forked([*words, "--save-interval", "1"], ranks=2, cwd=tmp_path))
@@ -201,6 +207,7 @@ def test_iterations_to_skip(tmp_path):
     assert run.losses()[4] != plain.losses()[4]
 
 
+@pytest.mark.grid
 def test_resume_on_other_data_is_said(tmp_path):
     """A changed corpus under the same name, and an unchanged one."""
     write_corpus(tmp_path)
@@ -221,6 +228,7 @@ def test_first_difference_of_data_descriptions():
     assert first_difference(saved, other) == "members[1].prefix: saved 'b', now 'c'"
 
 
+@pytest.mark.grid
 def test_too_little_data_is_told_at_the_start(tmp_path):
     """A blend without weights takes each corpus once; without evaluations nothing is asked of the validation data."""
     for name in ("a", "b"):

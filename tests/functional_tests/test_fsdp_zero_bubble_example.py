@@ -56,6 +56,7 @@ def test_it_has_the_losses_of_a_sharded_optimizer_under_1f1b_and_moves_what_it_p
     )  # the first rank's units: 4 layers, embedding and head
 
 
+@pytest.mark.grid
 def test_policy_memory_moves_more_and_says_what_the_readme_quotes(tmp_path, plain):
     said = trained(tmp_path)
     quoted = [line for line in README.read_text().splitlines() if line.startswith(" > ")]

@@ -129,7 +129,7 @@ def test_kill_after_kill(tmp_path, undisturbed):
     assert launch.digests(tmp_path / "ck", ITERATIONS) == digests
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.grid)])
 def test_survivor_of_a_killed_peer(tmp_path, victim):
     """The others end within seconds, with status 6, and say who was lost."""
     flags = [*FLAGS, "--kill-iteration", "4", "--fault-rank", str(victim)]
@@ -150,6 +150,7 @@ def test_survivor_of_a_killed_peer(tmp_path, victim):
         assert "the store is gone" in record["reason"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("after_s", [0.0, 0.03])
 def test_survivor_of_a_peer_that_dies_at_start_up(tmp_path, after_s):
     """Before or while the ranks meet and make their groups: the other gives up after the timeout, status 6."""

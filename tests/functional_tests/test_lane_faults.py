@@ -43,7 +43,7 @@ class Case:
 GATHER = Case(ZBV, "dp_gather:3", "UNSHARD")
 REDUCTION = Case(ZBV, "dp_reduce:3", "REDUCE")
 OUTER_SUM = Case(HSDP, "dp_outer:2", "HSDP_ALL_REDUCE")
-CASES = [GATHER, REDUCTION, OUTER_SUM]
+STOPPED = dataclasses.replace(GATHER, how="stop")
 OTHERS = [
     *(dataclasses.replace(case, how="stop") for case in (REDUCTION, OUTER_SUM)),
     dataclasses.replace(GATHER, at="dp_gather:9"),
@@ -70,7 +70,11 @@ def run_with_fault(folder, case):
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, dataclasses.replace(GATHER, how="stop"), *(pytest.param(case, marks=full) for case in OTHERS)],
+    [
+        GATHER,
+        *(pytest.param(case, marks=pytest.mark.grid) for case in (REDUCTION, OUTER_SUM, STOPPED)),
+        *(pytest.param(case, marks=full) for case in OTHERS),
+    ],
     ids=str,
 )
 def test_a_peer_goes_away_in_an_operation(tmp_path, case):

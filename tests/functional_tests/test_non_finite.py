@@ -67,6 +67,7 @@ def test_skip_leaves_weights_and_optimizer_alone(tmp_path):
     assert run.output.count("number of skipped iterations:   1 | number of nan iterations:   1") == 5
 
 
+@pytest.mark.grid
 def test_skipping_has_a_limit(tmp_path):
     flags = "--inject-nan-iteration 2 --inject-lasts 9 --nan-policy skip --nan-max-skips 2".split()
     launch.ended(faulty(tmp_path, *flags), 5)
@@ -75,6 +76,7 @@ def test_skipping_has_a_limit(tmp_path):
     assert "3 non-finite steps in a row, --nan-max-skips is 2" in record["reason"]
 
 
+@pytest.mark.grid
 def test_skips_in_a_row_survive_a_restart(tmp_path):
     flags = [
         *"--inject-nan-iteration 2 --inject-lasts 9 --nan-policy skip --nan-max-skips 3 --load ck".split()
@@ -113,6 +115,7 @@ def test_persistent_and_different_results(tmp_path, clean, how, status):
     assert launch.digests(tmp_path / "ck", 6) == launch.digests(folder / "ck", 6)
 
 
+@pytest.mark.grid
 def test_fp16_overflow_lowers_the_scale_and_goes_on(tmp_path):
     flags = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --nan-policy abort --train-iters 8".split()
     run = launch.ok(launch.run_forked([*FLAGS, *flags], ranks=2, cwd=tmp_path))
@@ -126,6 +129,7 @@ def test_fp16_overflow_lowers_the_scale_and_goes_on(tmp_path):
     assert run.losses()
 
 
+@pytest.mark.grid
 def test_the_check_can_be_turned_off(tmp_path):
     flags = "--inject-nan-iteration 5 --no-check-for-nan-in-loss-and-grad".split()
     run = launch.ended(faulty(tmp_path, *flags), 5)  # the step is taken, as asked; its weights are looked at

@@ -65,6 +65,7 @@ def test_wrong_flags_are_refused_before_torch(tmp_path, flags, says):
 # --- wrong models
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -119,6 +120,7 @@ def test_abort_names_rank_and_place(tmp_path, flags, rank, where):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.grid
 def test_skip_leaves_every_stage_alone(tmp_path):
     flags = f"{PP2} --inject-nan-iteration 2 --inject-lasts 2 --nan-policy skip --inject-nan-rank 1 --save-interval 1"
     run = launch.ok(faulty(tmp_path, flags))

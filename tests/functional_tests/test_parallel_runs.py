@@ -49,9 +49,11 @@ def run(tmp_path_factory):
     ("ranks", "flags"),
     [
         (2, PP2),
-        (2, f"{PP2} --pipeline-schedule gpipe"),
+        pytest.param(2, f"{PP2} --pipeline-schedule gpipe", marks=pytest.mark.grid),
         (2, CHUNKS),
-        (2, f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 3"),  # the last group is of one
+        pytest.param(  # the last group is of one
+            2, f"{CHUNKS} --microbatch-group-size-per-virtual-pipeline-stage 3", marks=pytest.mark.grid
+        ),
         pytest.param(4, PP4, marks=pytest.mark.full),
         pytest.param(4, f"{PP4} --pipeline-schedule gpipe", marks=pytest.mark.full),
     ],
@@ -100,6 +102,7 @@ def test_what_a_pipeline_says(run):
     )  # positions on the first, the last norm on the last
 
 
+@pytest.mark.grid
 def test_who_prints_and_who_reads(tmp_path):
     """The last rank prints the iterations; only the first and the last stage draw samples."""
     words = [*BASE, *PP4.split(), "--record-samples", "samples", "--tag-lines"]
@@ -182,6 +185,7 @@ def corpus(tmp_path_factory):
     return folder / "corpus"
 
 
+@pytest.mark.grid
 def test_masks_reach_the_stages_between(run, corpus):
     """--reset-attention-mask: attention of every stage needs the mask, so every stage reads."""
     masked = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -211,11 +215,13 @@ def test_full_validation(run, odd_corpus, flags):
     assert_same_bits(one, two)
 
 
+@pytest.mark.grid
 def test_iterations_to_skip(run):
     flags = "--iterations-to-skip 2 3"
     assert_same_bits(run(1, flags), run(2, f"{flags} {PP2}"))
 
 
+@pytest.mark.grid
 def test_a_measured_timeline_beside_its_plan(run, capsys):
     """--log-pipeline-timeline: a file a rank, which the tool lays beside the plan; nothing else changes."""
     timed = run(2, f"{LOGGED} {PP2} --log-pipeline-timeline times")
@@ -227,6 +233,7 @@ def test_a_measured_timeline_beside_its_plan(run, capsys):
     assert (measured["iteration"], measured["hash"]) == (3, timed.plan["hash"])
 
 
+@pytest.mark.grid
 def test_a_timeline_says_what_gathers_and_reductions_are_about(run):
     flags = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
     timed = run(2, f"{LOGGED} {flags} --log-pipeline-timeline times")

@@ -75,6 +75,7 @@ def test_another_schedule_goes_on_bit_for_bit(trained, tmp_path, source, target)
     assert launch.digests(tmp_path / "ck", 4) == launch.digests(straight / "ck", 4)
 
 
+@pytest.mark.grid
 def test_a_saved_plan_and_auto(trained, tmp_path):
     _, run = trained("one")
     plan = build_plan("v-min", Request(2, 4))

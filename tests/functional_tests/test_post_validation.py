@@ -125,6 +125,7 @@ def test_a_loss_scale_that_moves(train):
     assert sum(check_alike(train, "fp16", 0)) >= 2
 
 
+@pytest.mark.grid
 def test_biases_of_experts_move_and_go_back_with_the_steps(train):
     assert sum(check_alike(train, "experts", 0)) > 0
 
@@ -136,6 +137,7 @@ def test_every_setting(train, name, after):
     check_alike(train, name, after)
 
 
+@pytest.mark.grid
 def test_the_plan_is_told_and_the_snapshot_is_counted(train):
     run = train(2, f"{OPTIMISTIC} 0 --train-iters 2 --log-fsdp-ledger")
     assert run.plan["post_validation"] == "snapshot"
@@ -158,6 +160,7 @@ def test_the_plan_is_told_and_the_snapshot_is_counted(train):
     assert "snapshot_bytes_per_rank" not in synchronous
 
 
+@pytest.mark.grid
 def test_a_snapshot_without_room_is_refused_with_the_ways_out(tmp_path):
     words = f"{OPTIMISTIC} 0 --free-bytes 100000".split()
     run = launch.ended(launch.run_forked([*FLAGS, *words], ranks=2, script=SCRIPT, cwd=tmp_path), 2)

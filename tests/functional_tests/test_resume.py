@@ -99,6 +99,7 @@ def samples_of(path):
     return sorted((line["index"], line["tokens"]) for line in lines)
 
 
+@pytest.mark.grid
 def test_data_parallel_size_may_change(recorded, tmp_path):
     """1 -> 2 -> 4 ranks: each sample once, in the same steps; losses as with one rank but for rounding."""
     folder, flags, run = recorded
@@ -122,6 +123,7 @@ def test_data_parallel_size_may_change(recorded, tmp_path):
         assert found == pytest.approx(expected, rel=1e-5), iteration
 
 
+@pytest.mark.grid
 def test_loader_processes_change_nothing(recorded, tmp_path):
     folder, flags, run = recorded
     other = launch.ok(launch.run_forked([*flags, "--num-workers", "2"], cwd=tmp_path))
@@ -147,6 +149,7 @@ def test_a_finished_run_has_nothing_to_train(recorded, tmp_path):
     assert not run.losses()
 
 
+@pytest.mark.grid
 def test_going_on_further_with_another_length(recorded, tmp_path):
     folder, flags, _ = recorded
     shutil.copytree(folder / "ck", tmp_path / "ck")
@@ -157,6 +160,7 @@ def test_going_on_further_with_another_length(recorded, tmp_path):
     assert list(run.losses()) == [10, 11]
 
 
+@pytest.mark.grid
 def test_finetune_and_partial_loads(recorded, tmp_path):
     """--finetune: weights only, from iteration 0. --no-load-optim, --no-load-rng: the rest is kept."""
     folder, flags, run = recorded
@@ -181,6 +185,7 @@ def test_finetune_and_partial_loads(recorded, tmp_path):
         assert (part.losses()[9] == run.losses()[9]) == (flag == "--no-load-rng")
 
 
+@pytest.mark.grid
 def test_model_shape_from_the_checkpoint(recorded, tmp_path):
     folder, _, run = recorded
     few = (

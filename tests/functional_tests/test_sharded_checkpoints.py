@@ -110,6 +110,7 @@ def test_any_other_layout_goes_on(trained, tmp_path, source, target):
         assert [float(word) for word in text.split()] == pytest.approx(expected, rel=2e-5), iteration
 
 
+@pytest.mark.grid
 def test_the_model_as_the_checkpoint_has_it(trained, tmp_path):
     """--use-checkpoint-args: the shape is not repeated, and what is sharded is the command's, not the checkpoint's."""
     straight, run = trained("ZeRO-3")
@@ -156,6 +157,7 @@ def test_stopped_by_a_signal(tmp_path, more):
 # --- written in the background
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "layout", ["ZeRO-3", pytest.param("optim", marks=full), pytest.param("optim_grads", marks=full)]
 )

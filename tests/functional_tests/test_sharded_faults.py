@@ -70,6 +70,7 @@ def test_survivor_of_a_killed_peer(tmp_path, flags, victim, microbatch):
         assert "step 5, phase forward-backward" in record["reason"]
 
 
+@pytest.mark.grid
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, clean):
     """kill -9 of one rank in the middle of a step; the same command then ends in the undisturbed run's bits."""
     folder, undisturbed = clean
@@ -81,6 +82,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, clean):
     assert launch.digests(tmp_path / "ck", 6) == launch.digests(folder / "ck", 6)
 
 
+@pytest.mark.grid
 @full
 def test_all_survivors_of_a_killed_rank_of_an_instance(tmp_path):
     """Its own instance loses it in a gather or a reduction, the other instance loses those that left."""
@@ -141,6 +143,7 @@ def test_skip_leaves_every_shard_alone(tmp_path, flags):
     assert run.output.count("number of skipped iterations:   1 | number of nan iterations:   1") == 2
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("where", ["loss", pytest.param("grad", marks=full)])
 def test_a_transient_fault_is_run_again(tmp_path, clean, where):
     """The step is run a second time on the same weights, gathered once more: nothing of the first run is left."""

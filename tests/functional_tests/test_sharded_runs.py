@@ -53,6 +53,7 @@ def test_the_documented_line_simply_runs(run):
 # --- strategies
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags",
     [
@@ -81,6 +82,7 @@ def test_strategies_that_reduce_each_microbatch_have_the_same_bits(run, flags):
     assert_same_bits(zero3, run(2, f"{LOGGED} {flags}"))
 
 
+@pytest.mark.grid
 def test_policies_that_reduce_once_have_the_bits_of_no_shard(run):
     """Also with evaluations between steps, which find units that are kept gathered."""
     flags = f"{ZERO3} --fsdp-reshard-policy step"
@@ -121,6 +123,7 @@ def test_instances(run, flags):
     assert_same_but_for_rounding(run(4, LOGGED), run(4, flags))
 
 
+@pytest.mark.grid
 @full
 @pytest.mark.parametrize(
     ("layout", "flags"),
@@ -137,6 +140,7 @@ def test_beside_tensor_and_pipeline_parallel_ranks(run, layout, flags):
     assert_same_but_for_rounding(run(4, f"{LOGGED} {layout}"), run(4, f"{LOGGED} {layout} {flags}"))
 
 
+@pytest.mark.grid
 @full
 @pytest.mark.parametrize("flags", [ZERO2, f"{ZERO3} --fsdp-double-buffer"])
 def test_three_ranks_share_what_three_does_not_divide(run, flags):
@@ -250,6 +254,7 @@ def test_flags_without_effect_are_told(tmp_path, flags, says):
 # --- a user's own model
 
 
+@pytest.mark.grid
 def test_a_plain_model_in_units_of_its_own(run):
     """A plain nn.Module: sharded by the classes that --fsdp-unit-modules names."""
     units = "--use-custom-fsdp --fsdp-unit-modules Residual --log-fsdp-ledger"
@@ -259,6 +264,7 @@ def test_a_plain_model_in_units_of_its_own(run):
         assert f"     main_grads {unit}: " in sharded.output
 
 
+@pytest.mark.grid
 def test_our_model_names_its_units_itself(run):
     output = run(2, f"{LOGGED} --use-custom-fsdp --fsdp-unit-modules Nonsense").output
     line = "WARNING: --fsdp-unit-modules Nonsense has no effect: the model names its units itself"

@@ -44,6 +44,7 @@ def test_sigterm_to_torchrun(tmp_path):
     assert_goes_on_bit_for_bit(tmp_path, 2, stopped)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_signal_to_a_single_process(tmp_path, name):
     with launch.forked([*ENDLESS, *SAVING, "--async-save"], cwd=tmp_path) as group:
@@ -57,6 +58,7 @@ def test_signal_to_a_single_process(tmp_path, name):
         assert_goes_on_bit_for_bit(tmp_path, 1, stopped)
 
 
+@pytest.mark.grid
 def test_signal_to_one_rank_only(tmp_path):
     with launch.forked([*ENDLESS, *SAVING], ranks=2, cwd=tmp_path) as group:
         group.wait_for("iteration        3/")
@@ -68,6 +70,7 @@ def test_signal_to_one_rank_only(tmp_path):
     assert sorted(told, key=output.rindex) == list(told), output
 
 
+@pytest.mark.grid
 def test_signal_before_the_first_iteration(tmp_path):
     with launch.forked([*ENDLESS, *SAVING], cwd=tmp_path) as group:
         group.wait_for("threads per rank")
@@ -76,6 +79,7 @@ def test_signal_before_the_first_iteration(tmp_path):
     assert stopped_at(tmp_path) == 1
 
 
+@pytest.mark.grid
 def test_signal_without_save(tmp_path):
     with launch.forked(ENDLESS, cwd=tmp_path) as group:
         group.wait_for("iteration        1/")
@@ -106,6 +110,7 @@ def test_second_signal_stops_at_once(tmp_path, saved):
         assert list(launch.digests(tmp_path / "ck", 2))
 
 
+@pytest.mark.grid
 def test_exit_interval(tmp_path):
     run = launch.ok(launch.run_forked([*ENDLESS, *SAVING, "--exit-interval", "3"], ranks=2, cwd=tmp_path))
     assert list(run.losses()) == [1, 2, 3]
@@ -118,6 +123,7 @@ def test_exit_interval(tmp_path):
     )
 
 
+@pytest.mark.grid
 def test_exit_duration(tmp_path):
     flags = [*ENDLESS, *SAVING, "--exit-duration-s", "1.5", "--slow-s", "0.1"]
     run = launch.ok(launch.run_forked(flags, script=FAULTY, ranks=2, cwd=tmp_path))
@@ -127,6 +133,7 @@ def test_exit_duration(tmp_path):
     assert record["checkpoint"] == f"ck/iter_{max(run.losses()):07d}"
 
 
+@pytest.mark.grid
 def test_skip_train(tmp_path):
     flags = [*launch.TINY, "--train-iters", "2", *SAVING, "--eval-iters", "2"]
     trained = launch.ok(launch.run_forked(flags, cwd=tmp_path))
@@ -140,6 +147,7 @@ def test_skip_train(tmp_path):
     assert launch.exit_record(tmp_path / "ck")["reason"] == "evaluated"
 
 
+@pytest.mark.grid
 def test_skip_train_needs_neither_length_nor_schedule_nor_optimizer(tmp_path):
     """Evaluation of a checkpoint of weights only, by a command line that says nothing of training."""
     train = [*launch.TINY, "--train-iters", "3", "--lr-decay-style", "cosine", "--lr-warmup-iters", "1"]
@@ -162,6 +170,7 @@ def test_skip_train_needs_neither_length_nor_schedule_nor_optimizer(tmp_path):
     assert launch.exit_record(tmp_path)["reason"] == "evaluated"
 
 
+@pytest.mark.grid
 def test_an_old_exit_record_does_not_outlive_the_next_start(tmp_path):
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck" / "exit.json").write_text("{}")

@@ -1,5 +1,7 @@
 """Trainers and configuration files that users write."""
 
+import pytest
+
 from tests.harness import launch
 
 EXAMPLE = "examples/custom_trainer/pretrain_small_mlp_lm.py"
@@ -26,6 +28,7 @@ def test_custom_trainer_as_its_docstring_says(tmp_path):
     ]
 
 
+@pytest.mark.grid
 def test_yaml_file_with_the_command_line_on_top(tmp_path):
     names = {}
     words = iter(launch.TINY)

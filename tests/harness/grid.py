@@ -80,8 +80,8 @@ def _shuffled(tests: Iterable[str], commit: str) -> list[str]:
 
 
 class Grid:
-    """A pytest plugin: of the tests marked `grid` those that were chosen, None for all; writes what each of them has
-    taken to a file that processes share."""
+    """A pytest plugin: of the tests marked `grid` those that were chosen, None for all; writes what each test has taken
+    to a file that processes share, and whether it is marked."""
 
     def __init__(self, chosen: Collection[str] | None, seconds: Mapping[str, float], taken: IO[str]) -> None:
         self._chosen, self._seconds, self._taken = chosen, seconds, taken
@@ -100,9 +100,9 @@ class Grid:
     def pytest_runtest_protocol(self, item: pytest.Item):
         before = _processor_s()
         result = yield
-        if in_grid(item):
-            csv.writer(self._taken, lineterminator="\n").writerow((item.nodeid, _processor_s() - before))
-            self._taken.flush()  # a line in one write: parts end beside each other
+        row = item.nodeid, _processor_s() - before, "grid" if in_grid(item) else ""
+        csv.writer(self._taken, lineterminator="\n").writerow(row)
+        self._taken.flush()  # a line in one write: parts end beside each other
         return result
 
 

@@ -99,7 +99,7 @@ def train_reference(dtype, flags, frozen=False):
     return losses, norms, {name: p.detach() for name, p in reference.named_parameters()}, first
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.grid) for world in (1, 4))])
 def test_ten_clipped_steps_equal_the_plain_loop(world):
     def body(ctx):
         results = {}

@@ -64,7 +64,9 @@ def both(ctx, runs, dtype):
     return True
 
 
-@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [(), pytest.param(("--bf16",), marks=pytest.mark.grid)], ids=["fp32", "bf16"]
+)
 def test_two_ranks(dtype):
     assert run_ranks(both, 2, RUNS, dtype, timeout=300) == [True] * 2
 

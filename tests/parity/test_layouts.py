@@ -219,6 +219,7 @@ def train_twice(ctx):
     ]
 
 
+@pytest.mark.grid
 def test_a_run_repeated_at_one_layout_has_the_same_bits():
     by_rank = run_ranks(train_twice, 4, timeout=120)
     for number, layout in enumerate(REPEATED):

@@ -168,6 +168,7 @@ def test_recomputed_layers_are_gathered_for_their_recomputation():
     assert_same(whole(dataclasses.replace(run, recompute=True)), whole(run))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("policy", ["step", "memory"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_forwards_that_are_done_again_or_dropped_gather_anew(strategy, policy):

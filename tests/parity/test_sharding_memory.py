@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 
 from benchmarks.fsdp_ours import OurLoop, config_of
@@ -51,6 +52,7 @@ def live_peak(ctx: RankContext, build, microbatches: int) -> tuple[int, list[flo
     return live.peak_bytes - before.baseline, losses
 
 
+@pytest.mark.grid
 def test_live_peaks_stay_below_those_of_fsdp2():
     for microbatches in (1, 2):
         (mine, losses), *_ = run_ranks(live_peak, 2, ours, microbatches)

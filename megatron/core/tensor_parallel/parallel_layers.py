@@ -119,16 +119,16 @@ class _RowLinear(NamedTuple):
         activation, inner = self.activation, x
         if activation is not None:
             inner = activation.forward(x)
-        kept = inner if activation is not None and activation.keeps_output else None
-        return row_forward(inner, *self[:3]), (x, kept, self.weight)
+        kept = (inner,) if activation is not None and activation.keeps_output else ()
+        return row_forward(inner, *self[:3]), (x, self.weight, *kept)
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
-        (x, inner, weight), activation = kept, self.activation
+        (x, weight, *inner), activation = kept, self.activation
         dy = mappings.gather_sequence(dy, self.route.tp)
         dx = product(dy, weight)
-        if inner is None:
-            inner = x if activation is None else activation.forward(x)
-        put_linear(self.route, inner, dy, *self[:2])
+        if not inner:
+            inner = [x if activation is None else activation.forward(x)]
+        put_linear(self.route, inner[0], dy, *self[:2])
         return (dx if activation is None else activation.backward(x, dx),)
 
 

@@ -147,6 +147,7 @@ QUICKSTART = [
 ]
 
 
+@pytest.mark.grid
 def test_the_quickstarts_layout_resumes_under_a_limit_and_generates(tmp_path):
     first = [*QUICKSTART, "--exit-interval", "2", "--rank-memory-limit", "256M"]
     launch.ok(launch.run_forked(first, ranks=4, cwd=tmp_path))

@@ -113,6 +113,7 @@ def problems_of(capfd, *words):
     return [(problem["rule"], problem["message"]) for problem in problems]
 
 
+@pytest.mark.grid
 def test_a_run_with_another_base_of_rotation_is_refused_and_finetune_says_so(tmp_path, monkeypatch, capfd):
     launch.ok(launch.run_forked([*ROPE, "--exit-interval", "2"], cwd=tmp_path))
     other = [*ROPE, "--rotary-base", "500000", "--norm-epsilon", "1e-6"]

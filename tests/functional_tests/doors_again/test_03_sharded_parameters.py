@@ -486,6 +486,7 @@ def test_on_four_ranks_and_in_instances():
     share_ranks(4, {check.__name__: check for check in checks}, timeout=120.0)
 
 
+@pytest.mark.grid
 def test_compiled_models():
     run_ranks(compiled_models_train_alike, 2, (compiled_after, blocks_compiled_in_place), timeout=120.0)
 

@@ -111,6 +111,7 @@ def test_orders_of_today_stay():
     assert [mock._formula.pieces(i) for i in range(150)] != [real._pieces(i) for i in range(150)]
 
 
+@pytest.mark.grid
 def test_a_run_of_a_trillion_samples_says_so_in_a_line_and_resumes_exactly(tmp_path):
     line = [*LINE, "--train-samples", str(10**12)]
     saving = [*line, "--save", "ck", "--load", "ck", "--save-interval", "1"]

@@ -79,6 +79,7 @@ def test_memory_is_said_at_each_interval(pipelined):
     ]
 
 
+@pytest.mark.grid
 def test_gathers_and_reductions_are_ranges_with_shapes_and_call_stacks(tmp_path):
     more = ["--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"]
     done = train(tmp_path, *SHARDED, *more)
@@ -93,6 +94,7 @@ def test_gathers_and_reductions_are_ranges_with_shapes_and_call_stacks(tmp_path)
         assert any(event.get("cat") == "python_function" for event in events)
 
 
+@pytest.mark.grid
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck" / "profile").write_text("in the way")
@@ -102,6 +104,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert list(done.losses()) == [1, 2, 3]
 
 
+@pytest.mark.grid
 def test_a_run_that_ends_inside_of_the_window_writes_what_there_is(tmp_path):
     words = [*TINY, *"--train-iters 2".split(), *WINDOW, "--use-pytorch-profiler"]
     done = ok(run_forked(words, cwd=tmp_path))
@@ -133,6 +136,7 @@ def test_what_is_not_recorded_is_said(flags, warning):
     assert any(warning in one for one in flags_of(*flags.split()).warnings)
 
 
+@pytest.mark.grid
 def test_megatrons_defaults_and_a_window_of_nothing(tmp_path):
     profiling = flags_of().profiling
     assert (profiling.profile_step_start, profiling.profile_step_end, profiling.profile_ranks) == (

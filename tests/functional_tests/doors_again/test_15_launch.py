@@ -188,6 +188,7 @@ def test_a_signal_in_the_first_second_has_last_words_too(tmp_path, door):
     assert said == "[rank 0] stopped (exit status 75): SIGTERM before training began; nothing is lost\n"
 
 
+@pytest.mark.grid
 def test_sigusr1_to_the_ranks_alone_saves(tmp_path):
     with launch.forked(ENDLESS, ranks=2, cwd=tmp_path) as group:
         group.wait_for(r"iteration +5/")
@@ -197,6 +198,7 @@ def test_sigusr1_to_the_ranks_alone_saves(tmp_path):
     assert launch.exit_record(tmp_path / "ck")["reason"] == "received SIGUSR1"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_to_the_whole_job_leaves_its_loaders_to_the_run(tmp_path, number):
     """Batch systems signal every process: the loaders of a train line go on until the run has saved and ends them."""
@@ -213,6 +215,7 @@ def test_a_signal_to_the_whole_job_leaves_its_loaders_to_the_run(tmp_path, numbe
     assert not re.search(r"Traceback|DataLoader worker", done.output), done.output
 
 
+@pytest.mark.grid
 def test_sigusr1_to_torchrun_alone_saves(tmp_path):
     """torchrun does not know the signal and is ended by it: its ranks save and end by themselves."""
     (tmp_path / "output").write_text("")

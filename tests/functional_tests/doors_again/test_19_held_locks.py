@@ -78,6 +78,7 @@ def test_a_lease_is_taken_whoever_locks_what_was_its_lock(tmp_path):
     assert not [name for name in os.listdir(tmp_path / "ck") if name.startswith(".")]
 
 
+@pytest.mark.grid
 def test_an_index_whose_lock_is_held_is_waited_for_with_a_line_and_built_in_memory(
     tmp_path, lock_of_index, monkeypatch
 ):
@@ -93,6 +94,7 @@ def test_an_index_whose_lock_is_held_is_waited_for_with_a_line_and_built_in_memo
     assert list(run.losses()) == [1, 2]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_ends_the_waiting_on_all_ranks(tmp_path, lock_of_index, monkeypatch, ranks):
     said_at_once(monkeypatch)
@@ -214,6 +216,7 @@ def test_one_that_nobody_renews_is_taken_over(tmp_path, monkeypatch):
     assert len(said) == 2
 
 
+@pytest.mark.grid
 def test_sigterm_ends_the_waiting_for_a_lease(tmp_path):
     (tmp_path / "ck").mkdir()
     put(tmp_path / "ck", -3600.0, machine="elsewhere")

@@ -31,6 +31,7 @@ def test_printable_keeps_words_of_all_languages():
     assert printable_json({"\n": ["\r", {"a": "\x9b"}], "n": 1}) == {r"\n": [r"\r", {"a": r"\x9b"}], "n": 1}
 
 
+@pytest.mark.grid
 def test_texts_of_a_checkpoints_configuration_reach_no_terminal(tmp_path):
     root = forgery.copy_of(forgery.SAVED_BEFORE, tmp_path / "ck")
 

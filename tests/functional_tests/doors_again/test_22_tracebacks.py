@@ -112,6 +112,7 @@ def test_one_rank_for_two_processes_ends_both_naming_both(tmp_path):
     assert "frame #" not in run.output
 
 
+@pytest.mark.grid
 def test_a_port_that_something_else_has_is_still_named(tmp_path):
     import socket
 
@@ -175,6 +176,7 @@ def test_every_command_in_a_working_directory_that_is_gone(tmp_path, monkeypatch
 SAVING = [*LINE, "--save", "ck", "--save-interval", "1"]
 
 
+@pytest.mark.grid
 def test_sigterm_while_ranks_do_not_come_leaves_an_exit_json(tmp_path):
     """Rank 0 waits for rank 1, which is not there, and rank 1 of another launch for its rank 0."""
     for rank in (0, 1):
@@ -219,6 +221,7 @@ def test_a_signal_while_torch_is_imported(name, words, status, tmp_path, monkeyp
 # --- sentences
 
 
+@pytest.mark.grid
 def test_only_runs_that_solve_again_are_said_to_keep_a_plan(tmp_path):
     (tmp_path / "file").write_text("{}")
     line = [*LINE, "--check-config", "--pipeline-schedule-file", tmp_path / "file"]

@@ -62,6 +62,7 @@ def test_where_nothing_keeps_to_it_both_figures_and_the_flag_are_named():
     assert "--rank-memory-limit 1000000" in str(refused.value)
 
 
+@pytest.mark.grid
 def test_a_run_ends_with_status_2_and_keeps_what_it_trained(tmp_path):
     words = [*FLAGS, "--rank-memory-limit", "860000", "--save", "ck", "--save-interval", "100"]
     run = launch.ended(launch.run_forked(words, ranks=4, cwd=tmp_path), 2)

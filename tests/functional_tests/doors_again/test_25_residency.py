@@ -95,6 +95,7 @@ def test_printed_weights_and_gradients_are_those_of_one_moment_that_the_tracker_
         assert [alone for _, alone in held] == pytest.approx([gathered] * len(held), rel=1e-3)
 
 
+@pytest.mark.grid
 def test_a_fixed_order_says_its_activations_and_kinds_add_up(tmp_path):
     flags = f"--pipeline-model-parallel-size 2 --global-batch-size 16 {FSDP} optim_grads_params"
     output = train(tmp_path, flags, 4)
@@ -113,6 +114,7 @@ def test_a_fixed_order_says_its_activations_and_kinds_add_up(tmp_path):
     assert "MB" not in "".join(re.findall(r"^ > (?:residency|a step moves).*$", output, re.M))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_the_first_iteration_counts_only_the_gathers_that_happen(tmp_path, strategy):
     moves = MOVES.findall(train(tmp_path, f"{FSDP} {strategy}", 2))
@@ -122,6 +124,7 @@ def test_the_first_iteration_counts_only_the_gathers_that_happen(tmp_path, strat
     assert [one[1] == "0" for one in moves] == [True, False, False]
 
 
+@pytest.mark.grid
 def test_forwards_that_ran_again_are_counted_and_the_last_validated_step_says_what_was_held(tmp_path):
     """Steps 4 and 6 are taken back in those behind them; nothing runs behind the last one."""
     flags = (

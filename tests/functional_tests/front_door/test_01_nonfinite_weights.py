@@ -41,6 +41,7 @@ def test_the_first_step_makes_bad_weights(tmp_path, words):
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.grid
 def test_an_earlier_good_checkpoint_stays_the_newest(tmp_path):
     launch.ok(run(tmp_path, "--train-iters 2"))
     launch.ended(run(tmp_path, "--load ck --no-load-optim --lr 1e38"), 5)
@@ -55,6 +56,7 @@ def test_a_good_checkpoint_that_is_still_being_written_is_committed(tmp_path):
     assert saved(tmp_path) == (["iter_0000001"], "1")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("words", "rank", "value"),
     [
@@ -93,6 +95,7 @@ def test_a_bad_update_that_is_taken_back(tmp_path, rollback, status):
     assert saved(tmp_path)[1] == (None if status else "4")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("dtype", "value"), [("bf16", 3.4e38), ("fp16", 7e4)])
 def test_a_finite_weight_that_the_model_cannot_hold(tmp_path, dtype, value):
     """The main weight is finite in fp32, the model's is not."""
@@ -103,6 +106,7 @@ def test_a_finite_weight_that_the_model_cannot_hold(tmp_path, dtype, value):
     assert saved(tmp_path) == (["iter_0000001"], "1")
 
 
+@pytest.mark.grid
 def test_moments_that_overflow_are_not_saved(tmp_path):
     """A square that fp32 cannot hold: the weight stays where it is for ever after."""
     finished = launch.ended(run(tmp_path, "--clip-grad 0 --faults 2:0:1e25", script=FAULTY_STEPS), 5)
@@ -112,6 +116,7 @@ def test_moments_that_overflow_are_not_saved(tmp_path):
     assert saved(tmp_path) == (["iter_0000001"], "1")
 
 
+@pytest.mark.grid
 def test_weights_without_a_step_are_not_saved(tmp_path):
     finished = launch.ended(run(tmp_path, "--init-method-std 3e38 --iterations-to-skip 1"), 5)
     assert re.search(

@@ -70,6 +70,7 @@ def test_a_run_that_was_stopped_for_a_minute_finds_its_lease_taken_and_commits_n
     assert "Traceback" not in run.output
 
 
+@pytest.mark.grid
 def test_a_rank_ends_with_6_when_the_host_of_the_store_is_gone_whatever_it_waits_for(tmp_path):
     """Rank 1 sits in its forward; rank 0, which has the store, is killed."""
     flags = [*ENDLESS, *"--sleep-iteration 3 --fault-rank 1 --fault-microbatch 0".split()]
@@ -101,6 +102,7 @@ def test_kill_9_of_torchrun_ends_its_ranks_and_the_same_command_goes_on(tmp_path
     assert list(again.losses()) == [3]
 
 
+@pytest.mark.grid
 def test_a_run_that_ends_early_gives_its_folder_free(tmp_path):
     error = [*ENDLESS, "--inject-nan-iteration", "1"]
     launch.ended(launch.run_forked(error, script=FAULTY, cwd=tmp_path), 5)

@@ -39,6 +39,7 @@ def test_nothing_is_purged_where_a_run_goes_on(tmp_path):
         check(tmp_path, end)
 
 
+@pytest.mark.grid
 def test_what_is_trained_again_is_there_once(tmp_path):
     """Back by one iteration, and then by more than an attempt: over two files."""
     timers = "--timing-log-level 1 --log-timers-to-tensorboard --override-opt_param-scheduler"

@@ -54,6 +54,7 @@ def test_records_of_one_iteration_agree(tmp_path):
     assert [e.step for e in events.Scalars("lm loss test")] == [4]
 
 
+@pytest.mark.grid
 def test_a_finished_run_started_again_says_the_same(tmp_path):
     first = dict(VALIDATION.findall(run(tmp_path)))
     output = run(tmp_path)
@@ -64,6 +65,7 @@ def test_a_finished_run_started_again_says_the_same(tmp_path):
     assert "samples 32 to 47 of the validation set" in READ.findall(run(tmp_path, LONGER))
 
 
+@pytest.mark.grid
 def test_an_end_without_an_evaluation_due_reads_on(tmp_path):
     output = run(tmp_path, "--train-iters 3")
     assert READ.findall(output)[:2] == [
@@ -75,6 +77,7 @@ def test_an_end_without_an_evaluation_due_reads_on(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.grid
 def test_an_evaluation_of_its_own_says_what_it_reads(tmp_path):
     """--skip-train starts at the beginning: another loss for iteration 4, and the line says why."""
     trained, evaluated = run(tmp_path), run(tmp_path, "--skip-train")

@@ -60,6 +60,7 @@ def test_its_first_line_trains_when_it_is_pasted(script, tmp_path):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.grid
 def test_its_other_lines_train_too(tmp_path):
     _mock, corpus, own, sharded, pipeline = commands(first_page("python", str(ROOT / "pretrain_gpt.py")))
     (tmp_path / "my.txt").write_text("what is it that we say here? " * 40)

@@ -21,6 +21,7 @@ def console_events(folder):
     return [(line["rank"], line["lost"]) for line in lines if line.get("event") == "console"]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("how", "lost"),
     [
@@ -45,6 +46,7 @@ def test_a_dead_console_does_not_end_a_run(tmp_path, how, lost):
         assert "WARNING: stdout cannot be written: No space left on device" in run.output
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_whose_console_is_dead_is_noted(tmp_path, rank):
     def full(number):
@@ -73,6 +75,7 @@ def test_a_hang_up_saves_like_sigterm(tmp_path):
     assert record["checkpoint"] == f"ck/iter_{record['iteration']:07d}"
 
 
+@pytest.mark.grid
 def test_a_terminal_that_hangs_up_signals_data_loaders_too(tmp_path):
     """A terminal and torchrun send it to whole groups of processes."""
     with launch.forked([*ENDLESS, "--num-workers", "2"], cwd=tmp_path) as group:
@@ -82,6 +85,7 @@ def test_a_terminal_that_hangs_up_signals_data_loaders_too(tmp_path):
     assert launch.exit_record(tmp_path / "ck")["reason"] == "received SIGHUP"
 
 
+@pytest.mark.grid
 def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path):
     with launch.forked(ENDLESS, script=ODD, cwd=tmp_path, env={"NOHUP": "1"}) as group:
         group.wait_for("iteration        2/")

@@ -212,6 +212,7 @@ def flags(*more):
     return [*launch.TINY_DATA, "--train-iters", "1", "--split", "100,0,0", "--verify-data", *more]
 
 
+@pytest.mark.grid
 def test_a_run_verifies_its_corpora_before_it_trains(tmp_path):
     """Blends, two ranks of a machine: the damage is told by all ranks, and nothing is trained."""
     for seed, name in enumerate(("a", "b")):

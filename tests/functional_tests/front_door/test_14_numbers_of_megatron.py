@@ -155,6 +155,7 @@ def test_the_multiplier_is_a_number_or_sqrt_hidden_from_flags_and_files(tmp_path
             parse_config([*SMALL, "--embedding-multiplier", word])
 
 
+@pytest.mark.grid
 def test_a_gemma_trains_alike_in_a_pipeline_and_on_one_rank_and_its_shape_is_in_the_checkpoint(tmp_path):
     """The bits of one rank: zero-bubble V, tied matrix on both ends of it, dropout, recomputation."""
     words = [*launch.TINY, *GEMMA, "--train-iters", "3"]

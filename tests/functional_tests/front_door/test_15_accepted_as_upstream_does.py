@@ -164,6 +164,7 @@ def test_nothing_is_told_where_everything_acts(tmp_path, monkeypatch):
         assert configure(words, ranks).warnings == ()
 
 
+@pytest.mark.grid
 def test_what_a_retain_interval_beside_the_save_interval_keeps(tmp_path):
     words = [
         *launch.TINY,
@@ -198,6 +199,7 @@ def of_schedule(name):
 DEFAULT_ONES = ("1f1b", "zbv")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in DEFAULT_ONES else pytest.mark.full) for name in TABLE],
@@ -286,6 +288,7 @@ def test_every_pair_of_variables_of_the_example_is_accepted(schedule, others):
     check({**others, **schedule})
 
 
+@pytest.mark.grid
 def test_profiled_runs_and_leaves_a_trace(tmp_path):
     small = {
         "TRAIN_ITERS": "2",

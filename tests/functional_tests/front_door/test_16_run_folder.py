@@ -54,6 +54,7 @@ def test_a_launch_that_is_refused_writes_nothing(tmp_path, flags):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.grid
 def test_what_flags_name_goes_where_they_say(tmp_path):
     """--metrics-file, --tensorboard-dir and the pipeline's timeline; exit.json alone is left for the run's folder."""
     flags = [

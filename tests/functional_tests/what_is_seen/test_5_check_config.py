@@ -126,7 +126,7 @@ def test_problems_are_grouped_by_cause(launched, columns, checked):
     assert int(heading[1]) > 20
     assert int(heading[2]) == wrong.count("     fix: ") == len(re.findall(r"^ +\d\. \[", wrong, re.MULTILINE))
     flat = re.sub(r"\s+", " ", wrong)
-    assert "13 flags are not supported: --moe-use-upcycling, --moe-upcycling-granularity 2, " in flat
+    assert "11 flags are not supported: --moe-use-upcycling, --moe-upcycling-granularity 2, " in flat
     assert "9 flags are not supported: --multi-latent-attention, --kv-lora-rank 512, " in flat
     assert "see docs/roadmap.md, 'multi-latent attention'" in flat
     with pytest.raises(ConfigurationError) as each:

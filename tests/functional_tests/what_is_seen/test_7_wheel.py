@@ -110,6 +110,7 @@ def test_help_lists_the_commands_without_torch(installed):
         assert "python tools/" not in told
 
 
+@pytest.mark.grid
 def test_a_wrong_line_is_refused_before_torch_is_imported(installed):
     told = installed.run("megatron-zero", "train", "--num-layer", "2", status=2, torch=False)
     assert "unknown flag --num-layer\n     fix: did you mean --num-layers?" in told
@@ -123,6 +124,7 @@ def test_a_wrong_line_is_refused_before_torch_is_imported(installed):
     installed.run("megatron-zero", "check", "--world-size", "2", *TINY, status=2, torch=False)  # no data
 
 
+@pytest.mark.grid
 def test_each_command_works_from_an_empty_folder(installed):
     zero = "megatron-zero"
     shown = installed.run(
@@ -141,6 +143,7 @@ def test_each_command_works_from_an_empty_folder(installed):
     assert "report.html" in installed.run(zero, "report", "ck")
 
 
+@pytest.mark.grid
 def test_exit_statuses_pass_through(installed):
     assert "nowhere does not exist" in installed.run("megatron-zero", "report", "nowhere", status=2)
     assert "no checkpoint in nowhere" in installed.run(

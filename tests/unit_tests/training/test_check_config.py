@@ -83,13 +83,15 @@ def test_llama3_8b_has_the_published_size(capsys):
     assert "--fp8-format hybrid is not supported" in told, "what a launch says too"
 
 
-def test_mixtral_is_refused_with_all_reasons_and_no_invented_count(capsys):
-    status, report = check_json(capsys, *MIXTRAL_8X7B, "--world-size", "32")
+def test_what_is_not_supported_is_refused_with_all_reasons_and_no_invented_count(capsys):
+    status, report = check_json(
+        capsys, *MIXTRAL_8X7B, *"--world-size 32 --multi-latent-attention --vocab-size 32000".split()
+    )
     assert status == 2
     flags = [problem["flags"][0] for problem in report["problems"]]
-    assert "--expert-model-parallel-size" in flags
+    assert "--multi-latent-attention" in flags
     assert report["parameters"]["total"] is None
-    assert "--expert-model-parallel-size" in report["parameters"]["why"]
+    assert "--multi-latent-attention" in report["parameters"]["why"]
     assert set(report["problems"][0]) == {"rule", "flags", "message", "fix"}
     assert report["grid"]["expert"]["sizes"]["ep"] == 8
 

@@ -51,9 +51,8 @@ Sum = tuple[Group, Tensor | list[tuple[Tensor, Tensor]]]
 class GradState:
     """A unit's gradients.
 
-    is_sharded: they are cut at rest. is_summed: over some ranks. fresh: keys without a contribution since the last
-    reduction. held: whole gradients have memory. has_sum: the shard holds what the next sum is added to. reduced,
-    summed_outer: in this step. final: see [Note: final sums].
+    is_sharded: they are cut at rest. is_summed: over some ranks. held: whole gradients have memory. has_sum: the shard
+    holds what the next sum is added to. reduced, summed_outer: in this step. final: see [Note: final sums].
     """
 
     def __init__(self, name: str, buffer: FlatBuffer, tracker: MemoryTracker) -> None:
@@ -73,7 +72,6 @@ class GradState:
         self.further = frozenset(key for uses in self.uses for key in uses[1:])
         shards = [trained(bucket.main_grads) for bucket in buckets] if is_sharded else []
         self.resting = RestingGrads(name, shards, tracker)
-        self.fresh = set(self.keys)
         self.held = self.has_sum = self.reduced = self.summed_outer = self.final = False
 
 
@@ -87,7 +85,8 @@ class _Sums:
 
 
 class GradReducePipeline:
-    """units: their names. order: in which `finish` reduces those that nobody has reduced. Communicates over the reduce
+    """units: their names. order: in which `finish` reduces those that nobody has reduced. `fresh`: keys without a
+    contribution since their unit's last reduction. Communicates over the reduce
     and outer groups of the buffer's arenas, and in `finish` over tp and embedding where gradients have parts there;
     over these when built, too. Raises PeerLostError where it waits."""
 
@@ -106,6 +105,7 @@ class GradReducePipeline:
         self.units = [GradState(name, buffer, tracker) for name in units]
         self._order = [self.units[unit] for unit in order]
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
+        self.fresh = set(self._of_key)
         self._under_way: UnderWay[_Sums] = UnderWay()
         self._reduce = True
         self.is_stepping = False  # a step was begun and is not finished
@@ -119,10 +119,11 @@ class GradReducePipeline:
         )
         self._reduce, self.is_stepping = reduce_gradients, True
         self._nonfinite = []
+        self.fresh.update(self._of_key)
         for unit in self.units:
             self._drop(unit)
             unit.reduced = unit.summed_outer = unit.final = False
-            unit.has_sum, unit.fresh = False, set(unit.keys)
+            unit.has_sum = False
         if not keep:
             self.release()
 
@@ -131,7 +132,8 @@ class GradReducePipeline:
         for unit in self.units:
             unit.resting.hold()
             unit.has_sum = True
-            unit.fresh = set(unit.keys if unit.is_sharded else unit.further)
+            self.fresh.difference_update(unit.keys)
+            self.fresh.update(unit.keys if unit.is_sharded else unit.further)
 
     def release(self) -> None:
         """What gradients at rest hold is of no more use: cut ones have no memory until their unit's next reduction."""
@@ -143,7 +145,7 @@ class GradReducePipeline:
         ModelError where it comes too late."""
         assert self.is_stepping, f"a gradient for {key} outside of a step: call begin_step() first"
         unit = self._of_key[key]
-        if key not in unit.fresh:
+        if key not in self.fresh:
             return False
         if unit.final:
             raise ModelError(
@@ -152,7 +154,7 @@ class GradReducePipeline:
                 "with --fsdp-unit-modules, and checkpoint modules that run several times with use_reentrant=False"
             )
         self._hold(unit)
-        unit.fresh.discard(key)
+        self.fresh.discard(key)
         if unit.is_sharded and key in unit.further:
             self._memory.acquire("extra", unit.name, [self._buffer.main_grad(key)])
         return True
@@ -179,7 +181,7 @@ class GradReducePipeline:
         left = [
             unit.name
             for unit in self.units
-            if unit.is_summed and (not unit.reduced or unit.fresh < unit.keys)
+            if unit.is_summed and not (unit.reduced and unit.keys <= self.fresh)
         ]
         assert not left, f"no operation of the plan has reduced {left}"
 
@@ -188,7 +190,7 @@ class GradReducePipeline:
         assert self.is_stepping, "finish() outside of a step: call begin_step() first"
         assert self._reduce, "finish() of a step begun without reduce_gradients"
         for unit in self._order:
-            if not unit.reduced or len(unit.fresh) < len(unit.keys):
+            if not (unit.reduced and unit.keys <= self.fresh):
                 self._start(unit)
         if self._shared.whole:
             self._shared.add()
@@ -221,12 +223,13 @@ class GradReducePipeline:
         self._hold(unit)  # also what no contribution came to on this rank: others may have some
         for first, *further in unit.uses:
             grad = self._buffer.main_grad(first)
-            if first in unit.fresh:
+            if first in self.fresh:
                 grad.zero_()
             for key in further:
-                if key not in unit.fresh:
+                if key not in self.fresh:
                     grad.add_(self._buffer.main_grad(key))
-        unit.fresh, unit.reduced, unit.final = set(unit.keys), True, not unit.is_sharded
+        self.fresh.update(unit.keys)
+        unit.reduced, unit.final = True, not unit.is_sharded
         unit.resting.hold()
         self._launch(unit, unit.sums, inner=True)
         unit.has_sum = True
@@ -256,7 +259,7 @@ class GradReducePipeline:
 
     def _hold(self, unit: GradState) -> None:
         """Whole gradients have memory on return. See [Note: when to wait]."""
-        if not unit.is_sharded:
+        if not unit.is_sharded or (unit.held and not self._under_way.entries):
             return
         self._wait_for(self._under_way.of(unit))
         if unit.held:
@@ -293,10 +296,10 @@ class GradReducePipeline:
 
     def _look_at(self, unit: GradState) -> None:
         """Instead of a reduction."""
-        for key in sorted(unit.keys - unit.fresh):
+        for key in sorted(unit.keys - self.fresh):
             if not bool(torch.isfinite(self._buffer.main_grad(key)).all()):  # sync: a failed step
                 self._nonfinite.append(key)
-        unit.fresh = set(unit.keys)
+        self.fresh.update(unit.keys)
         self._drop(unit)
 
 

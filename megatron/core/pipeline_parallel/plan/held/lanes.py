@@ -124,6 +124,7 @@ class UnderWay(Generic[T]):
         self.entries.append((lane, unit, what))
 
     def _through(self, entries: list[tuple[LaneRow, object, T]]) -> list[T]:
-        if entries:
-            self.entries = [one for one in self.entries if one not in entries]
+        if not entries:
+            return []
+        self.entries = [one for one in self.entries if one not in entries]
         return [one[2] for one in entries]

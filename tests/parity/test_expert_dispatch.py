@@ -1,0 +1,73 @@
+"""A layer of experts over two ranks computes, bit for bit, what one process does with both ranks' tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
+from megatron.core.transport.rank_grid import expert_grid
+from tests.harness.ranks import run_ranks
+from tests.harness.tiny_models import SWIGLU, tiny_config, tiny_stage
+
+EXPERTS = {"num_experts": 6, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "num_layers": 1, **SWIGLU}
+ROUTERS = {
+    "plain": {},
+    "dropping": {"moe_expert_capacity_factor": 1.0},
+    "grouped, with biases": {"moe_grouped_gemm": True, "add_bias_linear": True},
+}
+TOKENS = 48  # of a rank; products of few rows have other bits than products of many
+
+
+def computed(experts, x, dy, flags, dtype):
+    """(output, input gradient, gradients of experts, of the router) of a layer's MLP."""
+    config = tiny_config(**{**EXPERTS, **flags})
+    model = tiny_stage(config, params_dtype=dtype, experts=experts)
+    x = x.to(dtype).requires_grad_()
+    model.context.begin_microbatch(0, 0, 0)
+    y = model.decoder.layers["0"].mlp(x)
+    y.backward(dy.to(dtype))
+    grads = {
+        name: model.context.grads.main_grads[name].clone() for name in model.param_meta if ".mlp." in name
+    }
+    of_router = {name: grads.pop(name) for name in list(grads) if "router" in name}
+    return y.detach(), x.grad, grads, of_router
+
+
+def inputs(rank, hidden=32):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(TOKENS, 1, hidden, generator=generator) for _ in range(2)]
+
+
+def over_ranks(ctx, flags, dtype, by):
+    torch.set_num_threads(1)
+    ps = ctx.make_ps(dp=2, experts=expert_grid(2, ep=2))
+    return computed(ExpertRanks.of(ps, by), *inputs(ctx.rank), flags, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_two_ranks_have_the_bits_of_one_process(router, dtype):
+    flags = ROUTERS[router]
+    if router == "dropping":
+        flags = {
+            **flags,
+            "moe_expert_capacity_factor": 3.0,
+        }  # each microbatch drops by itself: here nothing is
+    both = [torch.cat(pair) for pair in zip(inputs(0), inputs(1), strict=True)]
+    y, dx, grads, of_router = computed(None, *both, flags, dtype)
+    exchanged = run_ranks(over_ranks, 2, flags, dtype, "alltoall")
+    gathered = run_ranks(over_ranks, 2, flags, dtype, "allgather")
+    for ranks in (exchanged, gathered):
+        for name, whole in grads.items():
+            assert torch.equal(torch.cat([rank[2][name] for rank in ranks]), whole), name
+    assert torch.equal(torch.cat([rank[0] for rank in exchanged]), y)
+    assert torch.equal(torch.cat([rank[1] for rank in exchanged]), dx)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for place, whole in ((0, y), (1, dx)):
+        torch.testing.assert_close(
+            torch.cat([rank[place] for rank in gathered]), whole, rtol=tolerance, atol=tolerance
+        )
+    for name, whole in of_router.items():
+        total = exchanged[0][3][name] + exchanged[1][3][name]
+        torch.testing.assert_close(total, whole, rtol=tolerance, atol=tolerance)
