@@ -17,6 +17,7 @@ bare products replaced by those of experts that are equally busy.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -29,11 +30,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.pipeline_memory import Work, measure
+from benchmarks.machine_load import live_bytes
 from benchmarks.plain_gpt import PlainTrainer
 from benchmarks.plain_moe import PlainMoeGPT
 from benchmarks.single_process import DTYPES, Batches, OurTrainer
-from tests.harness.ranks import run_ranks
+from megatron.core.device import Device
+from megatron.core.models.gpt.stage_costs import ModelCosts
+from megatron.core.models.gpt.stage_layers import StageSpec
 
 SHAPE = {"layers": 4, "hidden": 512, "heads": 8, "seq": 512, "vocab": 1024}
 MICRO_BATCH = 4
@@ -51,10 +54,6 @@ MOE = {
     "moe_ffn_hidden_size": WIDTH,
     "moe_grouped_gemm": True,
 }
-FLAGS = (
-    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
-    f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size {WIDTH} --moe-grouped-gemm"
-)
 AGAINST = ("plain", "dense", "mixtral")
 
 
@@ -219,19 +218,20 @@ def text_of(result: dict[str, Any]) -> str:
     return line
 
 
-def memory() -> str:
-    """Bytes of a step's activations, planned and measured."""
-    work = Work(
-        1,
-        SHAPE["layers"],
-        1,
-        *(SHAPE[name] for name in ("hidden", "heads", "seq", "vocab")),
-        micro_batch=MICRO_BATCH,
-        flags=tuple(FLAGS.split()),
-    )
-    one = run_ranks(measure, 1, work, "1f1b", timeout=300)[0]
-    planned, measured = one["planned"] / 2**20, one["between"] / 2**20
-    return f"held: planned {planned:.1f} MiB, measured {measured:.1f} MiB, {measured / planned:.3f}"
+def memory(dtype: str) -> str:
+    """Bytes that a forward keeps for its backward, planned and measured."""
+    trainer, (batch,) = ours(DTYPES[dtype]), make_batches()
+    costs = ModelCosts(trainer.gpt.config, SHAPE["vocab"], MICRO_BATCH, dtype)
+    planned = costs.stage(StageSpec(tuple(range(SHAPE["layers"])), embedding=True, loss=True)).saved / 2**20
+    trainer.model.begin_step(1)
+    kept: list[Tensor] = []
+    for _ in range(2):  # the first is not measured
+        kept.clear()
+        gc.collect()
+        before = live_bytes(Device("cpu"))
+        kept.append(trainer.loss(*batch))
+        measured = (live_bytes(Device("cpu")) - before) / 2**20
+    return f"{dtype} held: planned {planned:.1f} MiB, measured {measured:.1f} MiB, {measured / planned:.3f}"
 
 
 def main() -> None:
@@ -243,11 +243,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.memory:
-        print(memory())
-        return
     results = []
     for dtype in args.dtypes:
+        print(memory(dtype), flush=True)
+        if args.memory:
+            continue
         for name in args.against:
             results.append(compare(name, dtype, args.rounds))
             print(text_of(results[-1]), flush=True)

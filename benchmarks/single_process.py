@@ -89,17 +89,21 @@ class OurTrainer:
     def gradients(self, batches: Batches) -> float:
         """Forward and backward; the mean loss."""
         total = 0.0
-        positions = torch.arange(batches[0][0].shape[1]).expand_as(batches[0][0])
         self.model.begin_step(len(batches))
         for index, (tokens, labels) in enumerate(batches):
             self.gpt.context.begin_microbatch(0, index, index)
-            losses = self.model(tokens, positions, labels=labels)
-            loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
-            loss = loss_sum / num_tokens
+            loss = self.loss(tokens, labels)
             loss.backward()
             total += loss.item() / len(batches)
         self.model.finish()
         return total
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The mean of a microbatch."""
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        losses = self.model(tokens, positions, labels=labels)
+        loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
+        return loss_sum / num_tokens
 
     def update(self, num_microbatches: int = 1) -> None:
         """Clip, and one step of the optimizer."""
