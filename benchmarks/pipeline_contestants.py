@@ -45,6 +45,7 @@ from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.data import StepBatches
+from megatron.training.run.describe import described
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.state import StepTask
 
@@ -97,9 +98,9 @@ class Work:
         even = parse_config(words, env=env)
         counts = self.line if even.planner().spec.placement.num_chunks == 1 else self.v
         if not counts:
-            return even
+            return described(even)
         stages = "|".join("t" * count for count in counts)
-        return parse_config([*words, "--pipeline-model-parallel-layout", f"E{stages}L"], env=env)
+        return described(parse_config([*words, "--pipeline-model-parallel-layout", f"E{stages}L"], env=env))
 
     def batches(self, dp_rank: int = 0) -> Batches:
         """Random tokens of a data parallel rank, the same in every step: what is compared is time."""

@@ -45,6 +45,7 @@ from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.data import StepBatches
+from megatron.training.run.describe import described
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.state import StepTask
 from tests.harness.live_peak import LivePeak
@@ -88,7 +89,7 @@ class Work:
             f"--pipeline-model-parallel-size {self.ranks} --pipeline-schedule {schedule}"
         ).split()
         env = LaunchEnv(world_size=self.ranks, local_world_size=self.ranks, rank=rank, local_rank=rank)
-        return parse_config([*words, *self.flags], env=env)
+        return described(parse_config([*words, *self.flags], env=env))
 
     def batches(self) -> list[dict[str, Tensor]]:
         """Of one step: the same in every step, and in memory before it."""

@@ -25,8 +25,8 @@ from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
 from megatron.training.engine import Engine
 from megatron.training.run.arguments import parse_config
-from megatron.training.run.build import imagined_engines, imagined_world
-from megatron.training.run.describe import described_model
+from megatron.training.run.build import imagined_engines
+from megatron.training.run.describe import described
 from tools.flags import add_flags, script_parser
 
 SHOWN = 8  # modules of a rank
@@ -34,9 +34,12 @@ SHOWN = 8  # modules of a rank
 
 def ranks_of(config: Config) -> list[dict[str, Any]]:
     """By pipeline rank: its first rank, its stages, and bytes."""
-    spec, world = config.planner().spec, imagined_world(config)
-    engines = imagined_engines(config)
-    description = described_model(config, world.state(0), spec.stages, keeps_gathered=spec.keeps_gathered)
+    config = described(config)
+    spec = config.planner().spec
+    engines, description = imagined_engines(config), config.description
+    assert description is not None, "the rules ask for all that a model needs"
+    if spec.keeps_gathered and description.gathered is not None:
+        description = description.gathered
     rows = []
     for place in range(spec.placement.num_ranks):
         rank = config.grid().rank({"pp": place})

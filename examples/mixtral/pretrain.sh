@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Mixtral: 8 experts in each layer, of which a token meets two.
-#   CPU=1 examples/mixtral/pretrain.sh [FLAGS]    toy size, 2 ranks on this CPU
-#   examples/mixtral/pretrain.sh [FLAGS]          8x7B, 46.7 billion parameters, 12.9 active, on GPUs
+#   CPU=1 examples/mixtral/pretrain.sh [FLAGS]    toy size, 4 ranks on this CPU
+#   examples/mixtral/pretrain.sh [FLAGS]          8x7B, 46.7 billion parameters, 12.9 active, on 32 GPUs or more
 #
-# Ranks: PIPELINE_SIZE, TP_SIZE; what the others leave is data parallel, over which weights are cut. GPUS_PER_NODE (with
-#   CPU=1: ranks), and over machines NUM_NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, the same line on each.
+# Ranks: PIPELINE_SIZE, TP_SIZE; what the others leave is data parallel, over which weights are cut. EP_SIZE: ranks of
+#   a stage that have other experts. GPUS_PER_NODE (with CPU=1: ranks), and over machines NUM_NODES, NODE_RANK,
+#   MASTER_ADDR, MASTER_PORT, the same line on each.
 # TRAIN_ITERS, GLOBAL_BATCH_SIZE. RUN_DIR: where metrics go. DRY_RUN=1: only say the command. FLAGS of pretrain_gpt.py
 #   are passed on; later ones count, so --data-path, a tokenizer, --save and --load take the place of mock data.
 set -euo pipefail
@@ -12,7 +13,8 @@ cd "$(dirname "$0")/../.."
 
 if [[ -n ${CPU:-} ]]; then
   export CUDA_VISIBLE_DEVICES=
-  : "${PIPELINE_SIZE:=1}" "${GPUS_PER_NODE:=2}" "${GLOBAL_BATCH_SIZE:=8}" "${TRAIN_ITERS:=20}" "${LOG_INTERVAL:=5}"
+  : "${PIPELINE_SIZE:=1}" "${GPUS_PER_NODE:=4}" "${GLOBAL_BATCH_SIZE:=8}" "${TRAIN_ITERS:=20}" "${LOG_INTERVAL:=5}"
+  : "${EP_SIZE:=2}"
   SHAPE=(
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --num-query-groups 2
     --num-experts 8 --moe-router-topk 2 --seq-length 64 --max-position-embeddings 64
@@ -20,7 +22,7 @@ if [[ -n ${CPU:-} ]]; then
   PRECISION=()
 else
   : "${PIPELINE_SIZE:=4}" "${GPUS_PER_NODE:=$(nvidia-smi --list-gpus | wc -l)}" "${GLOBAL_BATCH_SIZE:=256}"
-  : "${TRAIN_ITERS:=10000}" "${LOG_INTERVAL:=10}"
+  : "${TRAIN_ITERS:=10000}" "${LOG_INTERVAL:=10}" "${EP_SIZE:=8}"
   SHAPE=(
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
     --num-experts 8 --moe-router-topk 2 --seq-length 4096 --max-position-embeddings 32768
@@ -41,6 +43,7 @@ fi
 PARALLEL=(
   --use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --init-model-with-meta-device
   --pipeline-model-parallel-size "$PIPELINE_SIZE" --tensor-model-parallel-size "$TP_SIZE"
+  --expert-model-parallel-size "$EP_SIZE" --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall
 )
 # Every rank would route the same tokens without sequence parallelism.
 [[ $TP_SIZE == 1 ]] || PARALLEL+=(--sequence-parallel)

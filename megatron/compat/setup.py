@@ -16,7 +16,7 @@ from megatron.compat.fields import check_fields, config_of, in_fields
 from megatron.compat.parallel_state import current
 from megatron.compat.tensor_parallel import broadcast_tensors
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.parameter_count import padded_vocabulary
+from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.optimizer import optimizer_param_scheduler
 from megatron.core.optimizer.optimization_config import OptimizerConfig as OptimizerFlags
 from megatron.core.optimizer.optimizer_param_scheduler import ScheduleError, build_schedule
@@ -26,6 +26,7 @@ from megatron.core.transport import collectives
 from megatron.training import global_vars
 from megatron.training.report.step_metrics import ForwardStep, MicrobatchLoss, StepMetrics, agreed_names
 from megatron.training.run.build import ModelProvider, build_chunk, scheduler_of
+from megatron.training.run.describe import described
 
 
 def get_model(
@@ -44,6 +45,8 @@ def get_model(
         raise ValueError("get_model(model_type, pg_collection): decoders, over the groups of parallel_state")
     args = global_vars.get_args()
     flags = config_of(args)
+    if flags.staged_model.reads_costs:
+        flags = described(flags)
     module = build_chunk(flags, current(), model_provider_func, 0, flags.planner().spec).module
     if not wrap_with_ddp:
         return [module]

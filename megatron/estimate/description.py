@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron.core.models.gpt.unit_order import layer_name
 
@@ -85,6 +86,16 @@ class Ends:
     back_maker: str = OUTSIDE
 
 
+class Weight(NamedTuple):
+    """A parameter: elements on this rank, and in all. expert: of experts; shared: another stage has it too (a tied
+    matrix): both lie in flat buffers of their own."""
+
+    numel: int
+    whole_numel: int
+    expert: bool = False
+    shared: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelPiece:
     """A part of a model through which a microbatch passes: an embedding, a layer, a head, or several of them in a row.
@@ -92,13 +103,14 @@ class ModelPiece:
     modules: by path in the model. most_bytes: by computation, the most that there was at once, beyond what was there
     when it began; of several pieces in a row exact for F, else within the bytes of hidden states: what is gathered for
     the next piece meanwhile, or copied at a stage's end, is not seen in one. collectives: payload bytes by
-    (computation, group, kind).
+    (computation, group, kind). weights: by name in the model.
     """
 
     modules: Mapping[str, ModuleFigures]
     ends: Ends
     most_bytes: Mapping[str, int]
     collectives: Mapping[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -160,7 +172,8 @@ class ModelPiece:
             its.maker,
             mine.back_maker,
         )
-        return ModelPiece(modules, ends, most, dict(Counter(self.collectives) + Counter(other.collectives)))
+        moved = dict(Counter(self.collectives) + Counter(other.collectives))
+        return ModelPiece(modules, ends, most, moved, {**self.weights, **other.weights})
 
     def _most(self, other: ModelPiece, computation: str) -> int:
         first, second = (self, other) if computation == "F" else (other, self)
@@ -177,7 +190,8 @@ class ModelDescription:
     """A model by pieces.
 
     embedding, head: its ends. layers: the kind of each of its layers. kinds: a layer of each kind, as layer 0.
-    recomputed: layers of these kinds that are recomputed together, as layers 0, 1, ...
+    recomputed: layers of these kinds that are recomputed together, as layers 0, 1, ... gathered: the same of a model
+    whose F keeps what sequence parallel has gathered; None where it has nothing to choose.
     """
 
     embedding: ModelPiece
@@ -185,23 +199,40 @@ class ModelDescription:
     layers: tuple[str, ...]
     kinds: Mapping[str, ModelPiece]
     recomputed: Mapping[tuple[str, ...], ModelPiece] = dataclasses.field(default_factory=dict)
+    gathered: ModelDescription | None = None
+
+    def __hash__(self) -> int:
+        """Of what is quick to see; equal ones are equal all over."""
+        return hash((self.layers, self.embedding.kept_bytes, self.head.filed_bytes))
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what stages hand on."""
+        return self.embedding.ends.output_bytes
+
+    def pieces(
+        self, layers: Sequence[int], chunks: Iterable[tuple[int, int, bool]], *, embeds: bool, ends: bool
+    ) -> list[tuple[ModelPiece, Sequence[int], Sequence[int]]]:
+        """What `stage` is made of: pieces, each with the numbers of its layers there, and in the model."""
+        found: list[tuple[ModelPiece, Sequence[int], Sequence[int]]] = [(self.embedding, (), ())] * embeds
+        for first, end, recomputed in chunks:
+            numbers = layers[first:end]
+            kinds = tuple(self.layers[number] for number in numbers)
+            if recomputed:
+                found.append((self.recomputed[kinds], range(len(numbers)), numbers))
+            else:
+                each = zip(kinds, numbers, strict=True)
+                found += [(self.kinds[kind], (0,), (number,)) for kind, number in each]
+        return [*found, *[(self.head, (), ())] * ends]
 
     def stage(
         self, layers: Sequence[int], chunks: Iterable[tuple[int, int, bool]], *, embeds: bool, ends: bool
     ) -> ModelPiece:
         """Any part of the model as one piece. layers: their numbers. chunks: `TransformerConfig.recompute_chunks` of
         them."""
-        pieces = [self.embedding] * embeds
-        for first, end, recomputed in chunks:
-            numbers = layers[first:end]
-            kinds = tuple(self.layers[number] for number in numbers)
-            if recomputed:
-                pieces.append(renumbered(self.recomputed[kinds], range(len(numbers)), numbers))
-            else:
-                each = zip(kinds, numbers, strict=True)
-                pieces += [renumbered(self.kinds[kind], [0], [number]) for kind, number in each]
-        pieces += [self.head] * ends
-        hidden = self.embedding.ends.output_bytes
+        found = self.pieces(layers, chunks, embeds=embeds, ends=ends)
+        pieces = [renumbered(*one) for one in found]
+        hidden = self.hidden_bytes
         if not pieces:  # it hands on what it gets
             pieces = [ModelPiece({}, Ends(hidden, hidden), dict.fromkeys(COMPUTATIONS, 0))]
         kept = dataclasses.replace(pieces[0].ends, keeps_input=not embeds)  # a stage keeps what it was handed
@@ -221,4 +252,48 @@ def renumbered(piece: ModelPiece, old: Sequence[int], new: Sequence[int]) -> Mod
     makers = renamed(piece.ends.maker), renamed(piece.ends.back_maker)
     ends = dataclasses.replace(piece.ends, maker=makers[0], back_maker=makers[1])
     modules = {renamed(path): one for path, one in piece.modules.items()}
-    return dataclasses.replace(piece, modules=modules, ends=ends)
+    weights = {renamed(name): one for name, one in piece.weights.items()}
+    return dataclasses.replace(piece, modules=modules, ends=ends, weights=weights)
+
+
+def as_json(description: ModelDescription | None) -> Any:
+    """For ranks to tell each other; None of none."""
+    return _plain(description)
+
+
+def _plain(value: Any) -> Any:
+    """Records as lists of their fields, tables as lists of pairs."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return [[_plain(key), _plain(one)] for key, one in value.items()]
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def from_json(content: Any) -> ModelDescription:
+    """What `as_json` wrote."""
+    embedding, head, layers, kinds, recomputed, gathered = content
+    return ModelDescription(
+        _piece(embedding),
+        _piece(head),
+        tuple(layers),
+        {kind: _piece(one) for kind, one in kinds},
+        {tuple(held): _piece(one) for held, one in recomputed},
+        None if gathered is None else from_json(gathered),
+    )
+
+
+def _piece(content: Any) -> ModelPiece:
+    modules, ends, most, moved, weights = content
+    return ModelPiece(
+        {
+            path: ModuleFigures(
+                parameters, lasting, kept, filed, {name: ComputationFigures(*done) for name, done in work}
+            )
+            for path, (parameters, lasting, kept, filed, work) in modules
+        },
+        Ends(*ends),
+        dict(most),
+        {tuple(what): size for what, size in moved},
+        {name: Weight(*one) for name, one in weights},
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.module import MegatronModule
+from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport.parallel_state import Group
-from megatron.estimate.description import ComputationFigures, Ends, ModelPiece, ModuleFigures
+from megatron.estimate.description import ComputationFigures, Ends, ModelPiece, ModuleFigures, Weight
 from megatron.estimate.watch import Handed, Watch, place_of
 
 _Computation = Callable[[int, Tensor | None], Tensor | None]
@@ -62,7 +64,18 @@ def observe(part: ObservedPart) -> ModelPiece:
         )
         for path in sorted(paths)
     }
-    return ModelPiece(modules, split.ends, split.most | whole.most, whole.collectives | split.collectives)
+    weights = {
+        name: _weight(parameter, part.model.param_meta.get(name))
+        for name, parameter in part.model.named_parameters()
+    }
+    moved = whole.collectives | split.collectives
+    return ModelPiece(modules, split.ends, split.most | whole.most, moved, weights)
+
+
+def _weight(parameter: Tensor, meta: ParamMeta | None) -> Weight:
+    if meta is None:
+        return Weight(parameter.numel(), parameter.numel())
+    return Weight(parameter.numel(), math.prod(meta.global_shape), meta.expert, meta.shared)
 
 
 class _Microbatch:

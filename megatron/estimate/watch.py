@@ -149,7 +149,7 @@ class Watch(TorchDispatchMode):
         elif (at := _BATCHED.get(name)) is not None:
             sums["attention"] += 2 * args[at].numel() * args[at + 1].shape[-1]
         elif name.startswith(_KERNELS):
-            sums["attention"] += _attention_flops(args, backward=name.endswith("_backward"))
+            sums["attention"] += _attention_flops(func, args, backward=name.endswith("_backward"))
         elif func._schema.is_mutable or not _only_views(inputs, outputs):
             sums["moved_bytes"] += sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
@@ -203,9 +203,14 @@ def _only_views(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     return {place_of(one) for one in outputs} <= {place_of(one) for one in inputs}
 
 
-def _attention_flops(args: Any, *, backward: bool) -> int:
-    """Of torch's fused kernels, whose scores are all computed: QK^T and PV; backwards QK^T again and four others."""
+def _attention_flops(func: Any, args: Any, *, backward: bool) -> int:
+    """Of torch's fused kernels: QK^T and PV; backwards QK^T again and four others. A causal one leaves out what is
+    masked, half of the scores."""
     query, key, value = args[1:4] if backward else args[:3]
+    names = [one.name for one in func._schema.arguments]
+    causal = names.index("is_causal")
+    halved = args[causal] if causal < len(args) else False
     scores, widths = query.shape[:-1].numel() * key.shape[-2], (query.shape[-1], value.shape[-1])
     times = (3, 2) if backward else (1, 1)
-    return 2 * scores * sum(width * count for width, count in zip(widths, times, strict=True))
+    flops = 2 * scores * sum(width * count for width, count in zip(widths, times, strict=True))
+    return flops // 2 if halved else flops

@@ -11,10 +11,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageLayersError
-from megatron.core.models.gpt.stage_schedule import StagedModel
-from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.build import order_within_limits, plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -26,8 +23,10 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figure
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, RankBudget, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, StageSpec
 from megatron.core.pipeline_parallel.plan.text import load_plan
+from megatron.estimate.model_costs import ModelCosts
+from megatron.training.staged_model import StagedModel
 
 _CHUNKS = (2, 4, 8)  # a rank, that are tried under one limit
 
@@ -144,6 +143,8 @@ class Planner:
 @functools.lru_cache(maxsize=8)
 def _chosen(model: StagedModel, budget: RankBudget | None) -> ScheduleSpec:
     """By rules of flags, by the session and by user code alike: found once."""
+    limited = budget is not None or model.parallel.pipeline_memory_limit is not None
+    assert model.costs is not None or not limited, "a limit in bytes, and a model that nobody has described"
     if budget is not None and model.costs is not None:
         return within(model, budget, model.costs)
     name = model.parallel.pipeline_schedule
@@ -182,13 +183,13 @@ def within(model: StagedModel, budget: RankBudget, costs: ModelCosts) -> Schedul
     Raises StageLayersError where no schedule's stages fit the layers, PlanError where nothing fits the limit.
     """
     specs, impossible = _open_under_a_limit(model)
-    lanes = budget.lanes(costs.layer().f)
+    lanes = budget.lanes(costs.unit_flops)
     every = [
         dataclasses.replace(
             spec,
             costs=costs.of_stages(spec.stages),
             estimated=True,
-            stages_units=stage_units(costs, spec.stages, spec.placement, sizes),
+            stages_units=costs.stage_units(spec.stages, spec.placement, sizes),
             residency=asked,
             lanes=lanes,
         )
@@ -197,6 +198,21 @@ def within(model: StagedModel, budget: RankBudget, costs: ModelCosts) -> Schedul
     ]
     best, reasons = joint(every, model.num_microbatches)
     return dataclasses.replace(best.spec, reasons=(*reasons, *impossible))
+
+
+def possible_stages(model: StagedModel, budget: RankBudget | None) -> tuple[StageSpec, ...]:
+    """Of every split of the layers that may be chosen: what a description has to know.
+
+    Raises StageLayersError where no schedule's stages fit the layers, PlanError for a file that is no plan.
+    """
+    file, name = model.parallel.pipeline_schedule_file, model.parallel.pipeline_schedule
+    if file is not None:
+        return _of_file(model, file).stages
+    if budget is not None:
+        specs = _open_under_a_limit(model)[0]
+    else:
+        specs = candidates(model)[0] if name == AUTO else [model.spec(name)]
+    return tuple(dict.fromkeys(stage for spec in specs for stage in spec.stages))
 
 
 def _open_under_a_limit(model: StagedModel) -> tuple[list[ScheduleSpec], list[str]]:
@@ -213,13 +229,12 @@ def on_the_stages_of(model: StagedModel, spec: ScheduleSpec) -> list[ScheduleSpe
 def with_gathered_inputs(model: StagedModel, spec: ScheduleSpec) -> ScheduleSpec:
     """With what sequence parallel has gathered kept from F to W, where all ranks have memory for that and the step
     takes no longer; else as it is."""
-    costs = model.costs
-    if spec.limits is None or not spec.estimated or costs is None or not costs.sequence_parallel:
+    costs = None if model.costs is None else model.costs.keeping_gathered
+    if spec.limits is None or not spec.estimated or costs is None:
         return spec
     if spec.file is not None or not spec.row.splits:
         return spec
-    gathered = dataclasses.replace(costs, keeps_gathered=True).of_stages(spec.stages)
-    kept = dataclasses.replace(spec, costs=gathered, keeps_gathered=True)
+    kept = dataclasses.replace(spec, costs=costs.of_stages(spec.stages), keeps_gathered=True)
     try:
         return kept if fastest((spec, kept), model.num_microbatches).keeps_gathered else spec
     except PlanError:

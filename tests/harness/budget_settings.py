@@ -4,16 +4,15 @@
 machine of 8 GPUs, shared by its tensor parallel groups; weights in bf16, main weights, gradients and moments in fp32;
 18 bytes a parameter at rest over the ranks that cut it, as the study has it, though engines need 16 where weights are
 cut (they keep no bf16 ones).
-Messages between stages and collectives of tensor parallelism are next to free: they are said to run on CPUs.
+Messages between stages, collectives of tensor parallelism and all that is no product are next to free.
 
 `python -m tests.harness.budget_settings S3 70 80` prints what is chosen under so many GB.
 """
 
 import dataclasses
+import functools
 import sys
 
-from megatron.core.models.gpt.stage_costs import ModelCosts
-from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.held.units import (
     RankUnits,
@@ -30,12 +29,15 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.sharding_table import STRATEGIES as ROWS
 from megatron.core.sharding_table import ShardPlace
-from megatron.core.transformer.layer_table import LayerKind
+from megatron.estimate.model_costs import DeviceRates
+from megatron.training.config.config import costs_of
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.planner import within
 from megatron.training.run.arguments import parse_config
+from megatron.training.run.describe import described
 
 FLOPS, MACHINE = 450e12, 8  # of a GPU, GPUs
+RATES = DeviceRates(0, 0, 50)
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 _SHAPES = {  # layers, hidden size, ffn, heads
     "70B": (80, 8192, 28672, 64),
@@ -75,9 +77,12 @@ class Setting:
             f"--pipeline-model-parallel-size {self.pp} --pipeline-schedule auto --distributed-backend gloo"
         )
         world = self.tp * self.pp * self.dp
-        staged = parse_config(words.split(), env=LaunchEnv(world_size=world)).staged_model
-        known = {one.name: getattr(staged.costs, one.name) for one in dataclasses.fields(ModelCosts)}
-        return dataclasses.replace(staged, costs=_Flash(**known, recomputes=self.recomputes))
+        staged = _described(words, world).staged_model
+        seen = staged.costs.description
+        if self.recomputes:
+            kinds = {kind: _without_norms(layer) for kind, layer in seen.kinds.items()}
+            seen = dataclasses.replace(seen, kinds=kinds)
+        return dataclasses.replace(staged, costs=costs_of(seen, staged.costs.config, RATES))
 
     def budget(self, limit, strategies=STRATEGIES):
         """Of a limit in bytes, the same on all ranks."""
@@ -90,7 +95,7 @@ class Setting:
 
     def seconds(self, cost):
         """Of a time in layers."""
-        return cost * self.staged.costs.layer().f / FLOPS
+        return cost * self.staged.costs.unit_flops / FLOPS
 
     def chosen(self, limit, strategies=STRATEGIES):
         """The choice under a limit, and its simulation."""
@@ -109,11 +114,11 @@ class Setting:
         spec = dataclasses.replace(
             spec,
             limits=spec.costs.left_by_forwards(spec.placement, self.pp),
-            stages_units=tuple(map(_one_unit, stage_units(costs, spec.stages, spec.placement, sizes))),
+            stages_units=tuple(map(_one_unit, costs.stage_units(spec.stages, spec.placement, sizes))),
             residency=asked,
         )
         plan = plan_for(spec, self.num_microbatches, PlanPurpose.TRAIN)  # no lanes: nothing is chosen by them
-        lanes = self.budget(1).lanes(costs.layer().f)
+        lanes = self.budget(1).lanes(costs.unit_flops)
         walks = verify_residency(plan, spec.stages_units, asked, spec.costs)
         rests = (RankUnits(rank, plan.placement, spec.stages_units).bytes_at_rest for rank in range(self.pp))
         peak = max(rest + walk.peak.total for rest, walk in zip(rests, walks, strict=True))
@@ -136,19 +141,22 @@ def _one_unit(stage):
     return StageUnits((UnitCosts(stage.units[0].name, *times, shares=(together,)),), ((0,),), ((0,),))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Flash(ModelCosts):
-    """A kernel that leaves out what is masked, and computes scores again in the backward."""
+@functools.cache
+def _described(words, world):
+    budget = "--rank-memory-limit 70G --achieved-tflops 450 --dp-bandwidth-gb-per-s 45"  # more splits are possible then
+    asked = parse_config([*words.split(), *budget.split()], env=LaunchEnv(world_size=world))
+    return dataclasses.replace(
+        parse_config(words.split(), env=LaunchEnv(world_size=world)), description=described(asked).description
+    )
 
-    recomputes: bool = False
 
-    def layer(self, kind: LayerKind | None = None):
-        one, c = super().layer(kind), self.config
-        scores = 4 * c.seq_length**2 * self.micro_batch_size * c.num_attention_heads * c.kv_channels / self.tp
-        norms = 2 * self._column_input + self._norms(2) if self.recomputes else 0.0
-        return dataclasses.replace(
-            one, f=one.f - scores / 2, b=one.b - 0.75 * scores, saved=one.saved - norms
-        )
+def _without_norms(layer):
+    """A layer that keeps nothing of what its norms make."""
+    modules = {
+        path: dataclasses.replace(one, kept_bytes=0) if path.endswith("layernorm") else one
+        for path, one in layer.modules.items()
+    }
+    return dataclasses.replace(layer, modules=modules)
 
 
 SETTINGS = {

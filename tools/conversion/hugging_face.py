@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.catalog import Found
 from megatron.core.dist_checkpointing.files import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_format import StoredTensor, build_header
 from megatron.core.dist_checkpointing.source import ArrayChunk, ArrayTensor, ChunkPart, parts_of
-from megatron.core.models.gpt.parameter_count import padded_vocabulary
+from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.safe_files import publish_text
 from megatron.interchange.architecture import MEANINGLESS, InterchangeError
 from megatron.interchange.hf_folder import CONFIG, INDEX, SINGLE, read_object

@@ -21,6 +21,7 @@ from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.config.rule_table import spelled
+from megatron.training.config.rules import plan_problems
 from megatron.training.run.arguments import parse_config
 from tools.schedules.flags import names_of
 from tools.schedules.residency import Shown
@@ -58,17 +59,23 @@ def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:
     """Name and plan of what takes least, on a clock of seconds, and a line a candidate. args.model_words: the trainer's
     flags. Raises PlanError where these describe no model, or where nothing fits the limit."""
     config = _config(args)
+    if config.is_complete:
+        from megatron.training.run.describe import described  # imports torch
+
+        config = described(config)
     costs, budget = config.model_costs, config.rank_budget
     if costs is None or budget is None:
         raise PlanError(
             "--rank-memory-limit takes a model by the trainer's flags: --num-layers, --hidden-size, "
             "--num-attention-heads, --seq-length, --vocab-size"
         )
+    if problems := plan_problems(config, LaunchEnv()):
+        raise _wrong(problems)
     spec = config.planner().spec
     assert spec.stages_units is not None, spec.schedule
     assert spec.residency is not None, spec.schedule
     plan = plan_for(spec, args.microbatches, PlanPurpose.TRAIN)
-    unit = costs.layer().f / budget.flops  # seconds
+    unit = costs.unit_flops / budget.flops  # seconds
     times = {name: tuple(unit * one for one in getattr(spec.costs, name)) for name in ("f", "b", "w")}
     seconds = dataclasses.replace(spec.costs, **times, comm=unit * spec.costs.comm)
     lanes = spec.with_lanes(LaneCosts(bandwidth=budget.bytes_per_s))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatron.core.models.gpt.parameter_count import ParameterCount, count_parameters, padded_vocabulary
+from megatron.core import optional
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
+from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.pipeline_parallel.plan.facts import facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
 from megatron.core.words import NOT_KNOWN, counted
+from megatron.estimate.model_costs import ParameterCount
 from megatron.training.config.config import Config
 from megatron.training.config.flag_table import spellings
 from megatron.training.config.problems import Problem
@@ -41,8 +44,8 @@ _Section = tuple[Any, list[str]]  # of the JSON object and of the text
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Everything the check found. sections: what the JSON object has under each name, and the lines of the text. spec:
-    of the pipeline, None where there is none. unknown: why nothing is known of the model's computations, empty
-    where it is of this version and its shape is here."""
+    of the pipeline, None where there is none. unknown: why nothing is known of the model's computations, empty where it
+    is of this version and its shape is here."""
 
     config: Config
     sections: dict[str, _Section]
@@ -50,18 +53,30 @@ class Report:
     unknown: str = ""
 
 
-def build_report(config: Config, problems: Sequence[Problem]) -> Report:
-    """Compute what can be computed of a configuration, sound or not."""
+def described_or_why(config: Config) -> tuple[Config, str]:
+    """With the description of its model, and why there is none."""
+    if not optional.available("torch"):
+        return config, "torch is not installed here, with which a model is looked at"
+    if shape_elsewhere(config.checkpoint):
+        return config, ""
+    # By name: whoever parses flags does so before torch is imported.
+    return importlib.import_module("megatron.training.run.describe").described(config), ""
+
+
+def build_report(config: Config, problems: Sequence[Problem], undescribed: str = "") -> Report:
+    """Compute what can be computed of a configuration, sound or not. undescribed: why nobody has looked at its model;
+    problems and an incomplete shape say so by themselves."""
     grid, several, spec = _or_none(config.grid), config.parallel.expert_model_parallel_size != 1, None
     experts = _or_none(config.expert_grid) if several else None
-    config = _with_vocabulary(config)
+    config = with_vocabulary(config)
     absent = shape_elsewhere(config.checkpoint)
-    if config.model.num_layers is not None and not absent:
+    unknown = NOT_HERE if absent else _unbuilt(problems)
+    if config.model.num_layers is not None and not absent and not config.staged_model.is_open:
         planner = _or_none(config.planner)
         spec = None if planner is None else planner.spec
         if planner is not None and (ddp := planner.sharded(config.ddp)) != config.ddp:
             config = config.replace(data_parallel_sharding_strategy=ddp.data_parallel_sharding_strategy)
-    warnings, files, unknown = config.warnings, _not_found(config), NOT_HERE if absent else _unbuilt(problems)
+    warnings, files = config.warnings, _not_found(config)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {
         "config": (values, []),
@@ -69,7 +84,9 @@ def build_report(config: Config, problems: Sequence[Problem]) -> Report:
         "grid": _grids(grid, experts),
         "sharding": _sharding(config),
         "pipeline": _pipeline(config, spec, unknown),
-        "parameters": _parameters(grid, *_count(config, grid, spec, problems, unknown)),
+        "parameters": _parameters(
+            grid, _count(config, spec), unknown or _undescribed(config, problems, undescribed)
+        ),
         "problems": ([{name: getattr(problem, name) for name in kept} for problem in problems], []),
         "warnings": (warnings, [f"warning: {warning}" for warning in warnings]),
         "notes": (config.notes, [f"note: {note}" for note in config.notes]),
@@ -106,7 +123,7 @@ def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_vocabulary(config: Config) -> Config:
+def with_vocabulary(config: Config) -> Config:
     """With the padded vocabulary where it can be told without building the tokenizer."""
     multiple, tp = config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
     if config.model.padded_vocab_size is not None or multiple < 1 or tp < 1:
@@ -209,9 +226,15 @@ def _pipeline(config: Config, spec: ScheduleSpec | None, unknown: str) -> _Secti
     return facts, [*facts_lines(facts), *layers]
 
 
-def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | None) -> _Section:
-    """why: what is missing where they are not known; those of ranks, where the count has none."""
-    facts: dict[str, Any] = {"total": None, "experts": None, "active": None, "per_rank": None, "why": why}
+def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str) -> _Section:
+    """why: they are not known."""
+    facts: dict[str, Any] = {
+        "total": None,
+        "experts": None,
+        "active": None,
+        "per_rank": None,
+        "why": why or None,
+    }
     lines: list[str] = []
     stages: Sequence[int] = () if count is None else count.per_rank
     if count is not None:
@@ -228,38 +251,22 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str | 
         for at, held in enumerate(stages):
             which = f"each of {counted(ranks, 'rank')}" if ranks > 1 else f"rank {grid.rank({'pp': at})}"
             lines.append(f"  pipeline rank {at} ({which}): {held:,}")
-    return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if why is not None else [])
+    return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if count is None else [])
 
 
-def _count(
-    config: Config,
-    grid: RankGrid | None,
-    spec: ScheduleSpec | None,
-    problems: Sequence[Problem],
-    unknown: str,
-) -> tuple[ParameterCount | None, str | None]:
-    """Parameters of the model, and of a rank of each pipeline rank; what is missing where they are not known."""
-    model, vocabulary = config.model, config.model.padded_vocab_size
+def _count(config: Config, spec: ScheduleSpec | None) -> ParameterCount | None:
+    """Parameters of the model, and of a rank of each pipeline rank; None where it is not described."""
+    costs = config.model_costs
+    return None if costs is None or spec is None else costs.count(spec.stages, spec.placement)
+
+
+def _undescribed(config: Config, problems: Sequence[Problem], why: str) -> str:
+    """Why nobody has looked at the model: problems, and a shape that is not complete, before anything else."""
+    model = config.model
     heads = (model.num_attention_heads, model.kv_channels)
-    sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads)
-    broken = {problem.rule for problem in problems}
-    if unknown:
-        return None, unknown
-    if any(size is None or size < 1 for size in sizes) or model.max_position_embeddings is None:
-        return None, "the model's shape is not complete"
-    if "expert-layers" in broken:
-        return None, "which layers have experts is not known: see the problems"
-    if vocabulary is None:
-        return None, "the tokenizer's files are not here; give --vocab-size"
-    undivided = {"heads", "query-groups", "heads-tensor-parallel", "ffn-tensor-parallel", "expert-tensor-parallel",
-                 "vocabulary"}  # fmt: skip
-    why = None
-    if grid is None:
-        why = "the ranks do not divide: see the problems"
-    elif spec is None:
-        why = "layers do not divide over stages: see the problems"
-    elif not undivided.isdisjoint(broken):
-        why = "the model does not divide over tensor ranks: see the problems"
-    if grid is None or spec is None or why is not None:
-        return dataclasses.replace(count_parameters(model, vocabulary), per_rank=()), why
-    return count_parameters(model, vocabulary, tp=grid.tp, stages=spec.stages, placement=spec.placement), None
+    sizes = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads, model.seq_length)
+    if any(size is None or size < 1 for size in sizes):
+        return "the model's shape is not complete"
+    if problems:
+        return "the launch line is not valid: see the problems"
+    return "the tokenizer's files are not here; give --vocab-size" if model.padded_vocab_size is None else why

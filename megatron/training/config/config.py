@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import typing
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.models.gpt.stage_costs import ModelCosts
-from megatron.core.models.gpt.stage_schedule import StagedModel
-from megatron.core.models.gpt.unit_costs import stage_units
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes
@@ -24,9 +22,12 @@ from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport import rank_grid
 from megatron.core.transport.rank_grid import RankGrid, RankGridError, WorldPart
+from megatron.estimate.description import ModelDescription
+from megatron.estimate.model_costs import CPU, GPU, DeviceRates, ModelCosts
 from megatron.training.config import training_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
 from megatron.training.config.state_bytes import rank_budget, state_bytes
+from megatron.training.staged_model import StagedModel
 
 if TYPE_CHECKING:
     from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
@@ -43,7 +44,8 @@ class Config:
     """A resolved configuration: groups of flags, and what is told of them.
 
     extra: values of the user's own flags. origin: for each name "default", "flag", "FILE:LINE", "derived",
-    "checkpoint", "args_defaults" or "launcher". warnings, notes: told once by rank 0.
+    "checkpoint", "args_defaults" or "launcher". warnings, notes: told once by rank 0. description: of the model, None
+    before somebody has looked at it, for which torch is needed.
     """
 
     model: TransformerConfig
@@ -62,6 +64,7 @@ class Config:
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    description: ModelDescription | None = None
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any], **told: Any) -> Config:
@@ -219,23 +222,28 @@ class Config:
         return state_bytes(self.ddp, row, place, self.params_flag, copies=self.parallel.keeps_copies)
 
     def units_of(self, spec: ScheduleSpec) -> tuple[StageUnits, ...]:
-        """Of every stage, as the flags describe them. Asserts that the configuration is complete."""
+        """Of every stage, as the model was described."""
         costs, sizes = self.model_costs, self.state_bytes
-        assert costs is not None, "units of a model without sizes"
+        assert costs is not None, "units of a model that nobody has described"
         assert sizes is not None, "units without ranks that share them"
-        return stage_units(costs, spec.stages, spec.placement, sizes)
+        return costs.stage_units(spec.stages, spec.placement, sizes)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether flags say all that the model is built from; rules tell what they do not."""
+        model, batch, p = self.model, self.training.micro_batch_size, self.parallel
+        heads = (model.num_attention_heads, model.kv_channels, model.num_query_groups)
+        shape = (model.num_layers, model.hidden_size, model.ffn_hidden_size, *heads, model.seq_length)
+        sizes = (*shape, model.padded_vocab_size, p.tensor_model_parallel_size, batch)
+        return all(size is not None and size >= 1 for size in sizes)
 
     @property
     def model_costs(self) -> ModelCosts | None:
-        """What costs are estimated from; None where the configuration is not complete, which rules tell."""
-        model, batch, p = self.model, self.training.micro_batch_size, self.parallel
-        vocabulary, tp = model.padded_vocab_size or 0, p.tensor_model_parallel_size
-        heads = (model.num_attention_heads, model.kv_channels, model.num_query_groups)
-        sizes = (model.hidden_size, model.ffn_hidden_size, *heads, model.seq_length, tp, vocabulary, batch)
-        if any(size is None or size < 1 for size in sizes):
+        """What costs are estimated from; None before the model is described."""
+        if self.description is None:
             return None
-        on_gpus = p.distributed_backend == "nccl"
-        return ModelCosts(model, vocabulary, batch, self.params_flag, tp, p.sequence_parallel, on_gpus)
+        rates = GPU if self.parallel.distributed_backend == "nccl" else CPU
+        return costs_of(self.description, self.model, rates)
 
     @property
     def last_num_microbatches(self) -> int:
@@ -262,6 +270,12 @@ class Config:
             for name, value in values.items():
                 lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
         return "\n".join(lines) + "\n"
+
+
+@functools.lru_cache(maxsize=16)
+def costs_of(description: ModelDescription, model: TransformerConfig, rates: DeviceRates) -> ModelCosts:
+    """The same object for the same model, which sums up what its pieces take once."""
+    return ModelCosts(description, model, rates)
 
 
 # Of flags, by the names that sections of YAML have; every setting with its group, by its destination name.

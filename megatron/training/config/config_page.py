@@ -134,7 +134,7 @@ def _length(report: Report) -> dict[str, str]:
         counted(config.data_parallel_size, "replica"),
     )
     microbatches = counted(config.last_num_microbatches, "microbatch")
-    unknown = report.unknown or config.model_costs is None
+    unknown = report.unknown or not config.is_complete
     flops = 0.0 if unknown else train_step_flops(config, size)
     batch, run, tokens = counted(size, "sample"), counted(samples, "sample"), f"tokens {NOT_KNOWN}"
     step = f"{batch} a step, {tokens}" if length is None else f"{batch} = {size * length:,} tokens a step"

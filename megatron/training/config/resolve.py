@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.distributed.custom_fsdp import sharding
-from megatron.core.models.gpt.parameter_count import padded_vocabulary
 from megatron.core.models.gpt.stage_layers import StageLayersError
-from megatron.core.models.gpt.stage_schedule import stages_of
+from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.parallelism_config import asked_schedules
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
@@ -35,6 +34,7 @@ from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config
 from megatron.training.config.expressions import Names, filled, parsed, rows, value_of
 from megatron.training.config.rule_table import Context, refusal, spelled
 from megatron.training.config.state_bytes import SPEEDS
+from megatron.training.staged_model import stages_of
 
 BYTE_VOCABULARY = 257  # of the built-in byte tokenizer: 256 bytes and the end of a document
 # Each names text that a tokenizer has written. Mock data and a provider of the user's own only have ids.

@@ -21,9 +21,10 @@ from megatron.command import as_called
 from megatron.core.config_base import arg_info, bounds_of
 from megatron.training.config import resolve, rules_model, rules_pipeline, rules_training
 from megatron.training.config.command_line import UsedFlag
-from megatron.training.config.config import FIELDS
+from megatron.training.config.config import FIELDS, Config
 from megatron.training.config.expressions import filled, parsed, rows, value_of
 from megatron.training.config.flag_table import FlagState, flag_table
+from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import NOT_SUPPORTED, REQUIRED, Problem
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
 from megatron.training.config.values import BoundsError, check_bounds
@@ -33,6 +34,9 @@ _BEFORE_PLANS = (
     "schedule-flags schedule-ranks interleaving-chunks pipeline-schedule microbatch-group interleave-group "
     "interleaving-microbatches dualpipe-v-microbatches pipeline-limits rank-memory-limit plan-size expert-layers"
 ).split()
+
+# Looked at once the model is described.
+_WITH_PLANS = ("validated-memory", "pipeline-plan")
 
 _GIVE = "give a value, here or in the file of --yaml-cfg"
 
@@ -108,14 +112,31 @@ RULES = tuple(_rules())
 
 
 def broken_rules(context: RuleContext, about: Collection[str] | None = None) -> list[Problem]:
-    """Every rule that the configuration breaks, in table order, after unsupported flags.
+    """Every rule that the configuration breaks without a plan, in table order, after unsupported flags.
 
     about: only rules of these flags alone, for callers who know of no others.
     """
-    broken, names = unsupported_flags(context), context.named(FUNCTIONS)
-    for rule in RULES:
-        if about is not None and not set(rule.flags) <= set(about):
-            continue
+    rules = [rule for rule in RULES if rule.id not in _WITH_PLANS]
+    if about is not None:
+        rules = [rule for rule in rules if set(rule.flags) <= set(about)]
+    return unsupported_flags(context) + _broken(rules, context)
+
+
+def plan_problems(config: Config, env: LaunchEnv) -> list[Problem]:
+    """The rules that a described configuration breaks which has broken none without a plan."""
+    context = RuleContext(
+        config,
+        env,
+        has_gpu=env.gpu_present(),
+        check_only=config.training.check_config,
+        memory_bytes=env.memory_bytes(),
+    )
+    return _broken([rule for rule in RULES if rule.id in _WITH_PLANS], context)
+
+
+def _broken(rules: Sequence[Rule], context: RuleContext) -> list[Problem]:
+    broken, names = list[Problem](), context.named(FUNCTIONS)
+    for rule in rules:
         if (told := rule.fault(context)) is not None:
             message, fix = told, as_called(filled(rule.fix, names, context.told))
             if not fix:

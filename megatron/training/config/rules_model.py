@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.core import sharding_table
 from megatron.core.distributed.custom_fsdp import sharding
-from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
+from megatron.core.models.gpt.vocabulary_size import leaves_ranks_empty
 from megatron.core.transformer.layer_table import expert_pattern
 from megatron.core.transformer.model_config import ACTIVATIONS
 from megatron.training.config.resolve import grads_sharded, known_vocabulary, weights_sharded

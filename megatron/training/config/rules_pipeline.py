@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 
-from megatron.core.models.gpt.parameter_count import count_parameters
 from megatron.core.models.gpt.stage_layers import MAX_LAYERS, MAX_STAGES, StageLayersError
-from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.parallelism_config import V_BY_MEMORY, asked_schedules, describe_schedule
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.residency import over_ranks
@@ -15,6 +13,7 @@ from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES, Sche
 from megatron.core.words import counted, size_text
 from megatron.training.config.config import Config
 from megatron.training.config.rule_table import RuleContext, refusal, spelled
+from megatron.training.staged_model import stages_of
 
 _GROUP = "microbatch_group_size_per_vp_stage"
 _COUNTS = {1: "one", 2: "two", 3: "three", 4: "four"}
@@ -133,15 +132,14 @@ def _too_few(c: RuleContext, least: int, why: str) -> str | None:
 def validated_memory_fault(c: RuleContext) -> str | None:
     """What a step leaves until it is decided on, gradients at rest among it, beside all other states; on CPU, where
     ranks share the machine. What is free is looked at once the engine has its memory."""
-    config, sizes, vocabulary = c.config, c.config.state_bytes, c.config.model.padded_vocab_size
-    if config.model_costs is None or vocabulary is None or sizes is None:
+    config, sizes, costs = c.config, c.config.state_bytes, c.config.model_costs
+    if costs is None or sizes is None:
         return None
     spec = None if _schedule(c) is None else config.staged_model.spec(c.pipeline_schedule)
     if spec is None:
         return None
-    tp, copies = config.parallel.tensor_model_parallel_size, c.post_validation_rollback == "snapshot"
-    held = count_parameters(config.model, vocabulary, tp=tp, stages=spec.stages, placement=spec.placement)
-    needed = max(held.per_rank) * sizes.of_parameter
+    copies = c.post_validation_rollback == "snapshot"
+    needed = max(costs.count(spec.stages, spec.placement).per_rank) * sizes.of_parameter
     if needed * c.env.local_world_size <= c.memory_bytes:
         return None
     return (

@@ -8,12 +8,12 @@ import dataclasses
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.custom_fsdp.shard_layout import ALIGNMENT, bucket_size_of
 from megatron.core.distributed.custom_fsdp.sharding import main_grads_dtype, main_params_dtype, residency_of
-from megatron.core.models.gpt.stage_costs import DTYPE_BYTES
 from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.held.units import StateBytes
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace, sharding_of
 
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # as flags have them
 _MOMENTS = 2
 _TO_CHOOSE = ("optim", "optim_grads", "optim_grads_params")
 # By backend, where no flag says so: TFLOP/s of a rank, and GB/s to its data parallel peers. An H100 computing in bf16

@@ -37,7 +37,7 @@ from megatron.training.config.problems import (
 )
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
-from megatron.training.config.rules import broken_rules, inert_flags
+from megatron.training.config.rules import broken_rules, inert_flags, plan_problems
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console, on_terminal, terminal_width
 from megatron.training.guard.exit_status import (
@@ -112,7 +112,7 @@ def launch_config(
     except CheckpointError as error:
         raise _refuse_checkpoint(error, env, words, line.values.get("save")) from None
     if check_only:
-        _report(config, problems, env)
+        problems = _report(config, problems, env)
         raise SystemExit(int(ExitStatus.CONFIGURATION) if problems else 0)
     if problems and not words and not line.problems:
         # With the flag with which the page's lines overrule a trainer's own tokenizer, which may need more flags.
@@ -277,24 +277,36 @@ def _elsewhere(checkpoint: CheckpointConfig) -> str:
     return f"--load {checkpoint.load}: not on this machine: {unknown} not known"
 
 
-def _report(config: Config, problems: Sequence[Problem], env: LaunchEnv) -> None:
-    """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full."""
+def _report(config: Config, problems: list[Problem], env: LaunchEnv) -> list[Problem]:
+    """Print what --check-config is for, from local rank 0: on a terminal what one wants first, unless --full. Returns
+    the problems, with those that a plan has."""
     if env.local_rank != 0:
-        return
+        return problems
     # parsing flags imports no search, and a report draws plans
-    from megatron.training.config.check_config import build_report, render_json, render_text
+    from megatron.training.config.check_config import (
+        build_report,
+        described_or_why,
+        render_json,
+        render_text,
+        with_vocabulary,
+    )
     from megatron.training.config.config_page import render_page
 
-    report, width, full = build_report(config, problems), _columns(1), config.training.full
+    undescribed = ""
+    if not problems:
+        config, undescribed = described_or_why(with_vocabulary(config))
+        problems = [] if undescribed else plan_problems(config, env)
+    report, width, full = build_report(config, problems, undescribed), _columns(1), config.training.full
     if config.training.json:
-        told, problems = render_json(report), ()
+        told = render_json(report)
     else:
         told = render_text(report) if full or width is None else render_page(report, width)
     encoding = sys.stdout.encoding or "utf-8"  # may be one that a path's letters are not in
     sys.stdout.write(told.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
-    if problems:
+    if problems and not config.training.json:
         print(render_problems(problems, _columns(2)), file=sys.stderr, flush=True)
+    return problems
 
 
 def first_page(python: str, program: str, more: Sequence[str] = ()) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.device import imagining
 from megatron.core.distributed.custom_fsdp.bucket_memory import grad_comm_dtype, main_grad_dtype
@@ -16,11 +21,46 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.sharding_table import ShardOver
 from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.tensor_parallel.mappings import TensorParallel
+from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.description import ModelDescription, ModelPiece, renumbered
 from megatron.estimate.observe import ObservedPart, observe
-from megatron.training.config.config import Config
-from megatron.training.run.build import params_dtype, part_of_model
+from megatron.training.config.config import GROUPS, Config
+from megatron.training.planner import possible_stages
+from megatron.training.run.build import imagined_world, params_dtype, part_of_model
+
+# Settings that decide on nothing of what is described, and differ between launches of one model.
+_ELSEWHERE = ("checkpoint", "logging", "profiling", "reliability", "evaluation", "tokenizer")
+
+
+def described(config: Config) -> Config:
+    """With the description of its model on a rank of an imagined world; as it is where the flags do not say enough.
+    Equal flags are looked at once."""
+    if config.description is not None or not config.is_complete:
+        return config
+    key = tuple(repr(getattr(config, name)) for name in GROUPS if name not in _ELSEWHERE)
+    return dataclasses.replace(config, description=_described(_Asked(key, config)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """key: by which they are equal."""
+
+    key: tuple[str, ...]
+    config: Config = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=32)
+def _described(asked: _Asked) -> ModelDescription:
+    config = asked.config
+    stages = possible_stages(config.staged_model, config.rank_budget)
+    ps = imagined_world(config).state(0)
+    with _without_compiler():
+        plain = described_model(config, ps, stages)
+        if not (config.parallel.sequence_parallel and config.staged_model.may_keep_gathered):
+            return plain
+        gathered = described_model(config, ps, stages, keeps_gathered=True)
+    return dataclasses.replace(plain, gathered=gathered)
 
 
 def described_model(
@@ -30,6 +70,23 @@ def described_model(
     keeps_gathered: F keeps what sequence parallel has gathered. Communicates over tp."""
     with imagining(ps.device), torch.device(ps.device.torch_device):
         return ModelParts(config, ps, keeps_gathered).of_stages(stages)
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """torch asks its compiler to leave kernels of tensors without memory alone, and imports it for that, which takes as
+    long as torch itself. Where nobody has imported it, nobody compiles."""
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    stand_in: Any = types.ModuleType(name)
+    stand_in.disable = lambda function, *_, **__: function
+    sys.modules[name] = torch._dynamo = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name], torch._dynamo
 
 
 class ModelParts:
@@ -49,9 +106,8 @@ class ModelParts:
 
     def of_stages(self, stages: Sequence[StageSpec]) -> ModelDescription:
         config = self._config
-        model, numbers = config.model, range(config.model.num_layers or 0)
-        built = self._built(config, layers=numbers).decoder.layers
-        kinds = tuple(_kind(built[str(number)]) for number in numbers)
+        model, table = config.model, layer_table(config.model)
+        kinds = tuple(map(repr, table))
         # A layer by itself keeps all, whatever is recomputed.
         alone = (
             config if model.recompute_granularity != "full" else config.replace(recompute_granularity=None)
@@ -103,10 +159,3 @@ def _forward(config: Config, model: GPTModel) -> Callable[[Tensor | None], Tenso
         return gpt_loss(loss_mask, out)[0] if model.post_process else out
 
     return forward
-
-
-def _kind(layer: nn.Module) -> str:
-    """The same for layers of the same modules and shapes."""
-    modules = (f"{path}:{type(module).__name__}" for path, module in layer.named_modules())
-    shapes = (f"{name}{list(one.shape)}" for name, one in layer.named_parameters())
-    return " ".join((*modules, *shapes))

@@ -108,7 +108,7 @@ class PipelineRunner:
         if engine.model.has_peers:
             own = spec.local_stages(self._ps.pp_rank)
             described = None
-            if engine.is_described:
+            if engine.is_described and session.config.description is not None:
                 described = planner.chosen.stages_units or session.config.units_of(planner.chosen)
             planner.serve(units_of_all_stages(engine.model, own, described), residency)
             self.wire = measured_wire(engine.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
 import random
@@ -12,18 +13,18 @@ import torch
 
 from megatron.core import device
 from megatron.core.device import Device
-from megatron.core.models.gpt.parameter_count import padded_vocabulary
-from megatron.core.models.gpt.stage_layers import StageLayersError
-from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives, host_data, parallel_state
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
+from megatron.estimate.description import as_json, from_json
 from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError, Problem
+from megatron.training.config.rules import plan_problems
 from megatron.training.config.saved_config import CHECKPOINT, check_holds_tokenizer, saved_padded_vocabulary
 from megatron.training.guard.console import say
 from megatron.training.guard.rendezvous import hosts_store, open_store
@@ -34,6 +35,7 @@ from megatron.training.planner import Planner
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.report.timers import Timers
+from megatron.training.run.describe import described
 
 _OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.
 
@@ -63,7 +65,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     sow(config.training.seed, ps)
     assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     tokenizer = build_from_config(config.tokenizer)
-    config, planner = _planned(with_vocabulary(config, tokenizer, ps), ps)
+    config, planner = _planned(with_vocabulary(config, tokenizer, ps), env, ps)
     timers = new_timers(config, ps)
     # The last thing that may be refused: from here on the run's ends are recorded, and the folder given free. Gathered,
     # as a broadcast would not wait for the others, who would lose a first rank that ends.
@@ -128,24 +130,27 @@ def sow(seed: int, ps: ParallelState) -> None:
         generator(seed + 100 * ps.pp_rank)  # as Megatron
 
 
-def _planned(config: Config, ps: ParallelState) -> tuple[Config, Planner]:
-    """With the bytes of --rank-memory-limit, and the run's planner.
+def _planned(config: Config, env: LaunchEnv, ps: ParallelState) -> tuple[Config, Planner]:
+    """With the bytes of --rank-memory-limit, and the model's description where plans or rules read it; and the run's
+    planner.
 
-    Communicates over the world where the limit is a share of the device's memory, or of the machine's. Raises
-    ConfigurationError.
+    Communicates over the world. Raises ConfigurationError on every rank alike.
     """
     limit = config.parallel.rank_memory_limit
     if _asks_machine(config):
         share = int(_OF_DEVICE * (ps.device.total_bytes() or 0)) if limit == "auto" else limit
         config = config.replace(rank_memory_limit=min(host_data.all_gather_json(share, ps.control_group)))
-    try:
-        return config, config.planner()
-    except (StageLayersError, PlanError) as error:
-        if limit is None:
-            raise
-        fix = "raise it, use smaller microbatches or more recomputation, or more ranks"
-        problem = Problem("rank-memory-limit", ("--rank-memory-limit",), str(error), fix)
-        raise ConfigurationError([problem]) from None
+    validates = config.parallel.enable_optimizer_post_validation
+    if config.staged_model.reads_costs or validates or config.data_parallel_size > 1:
+        # One rank looks: all see the same, and ranks of a machine share its cores.
+        mine = as_json(described(config).description) if ps.is_first_rank else None
+        told = host_data.all_gather_json(mine, ps.control_group)[0]
+        config = dataclasses.replace(config, description=None if told is None else from_json(told))
+    found = [dataclasses.asdict(problem) for problem in plan_problems(config, env)]
+    for problems in host_data.all_gather_json(found, ps.control_group):
+        if problems:  # machines differ in their memory
+            raise ConfigurationError(Problem(**one) for one in problems)
+    return config, config.planner()
 
 
 def _asks_machine(config: Config) -> bool:

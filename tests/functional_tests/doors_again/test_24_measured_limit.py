@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.planner import on_the_stages_of
-from megatron.training.run.arguments import parse_config
 from tests.harness import launch
+from tests.harness.described import planned_config
 
 FLAGS = [
     *launch.TINY,
@@ -25,7 +25,7 @@ MICROBATCHES = 4
 
 def of_measured(limit, factor):
     """A choice under a limit, and its costs once activations were measured to be so many times as large."""
-    config = parse_config([*FLAGS, "--rank-memory-limit", str(limit)], env=LaunchEnv(world_size=4))
+    config = planned_config([*FLAGS, "--rank-memory-limit", str(limit)], env=LaunchEnv(world_size=4))
     spec = config.planner().spec
     sizes = (tuple(factor * one for one in of) for of in (spec.costs.activation, spec.costs.held_after_b))
     activation, held = sizes

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.words import size_text
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
+from megatron.training.run.describe import described
 from tests.harness import launch
 
 FLAGS = [
@@ -102,7 +103,7 @@ def test_a_fixed_order_says_its_activations_and_kinds_add_up(tmp_path):
     total, *kinds = map(in_bytes, START.search(output).groups())
     assert total == pytest.approx(sum(kinds), rel=1e-3)
     words = [*FLAGS, *flags.split()]
-    config = parse_config(words, env=LaunchEnv(world_size=4))
+    config = described(parse_config(words, env=LaunchEnv(world_size=4)))
     spec = config.planner().spec
     assert not spec.estimated
     costs = config.staged_model.costs.of_stages(spec.stages)

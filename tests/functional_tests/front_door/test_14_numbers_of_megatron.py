@@ -13,8 +13,11 @@ from megatron.core.optimizer.optimizer_param_scheduler import (
     RateSchedule,
     build_schedule,
 )
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
+from megatron.training.config.config import flops_per_token
 from megatron.training.run.arguments import ConfigurationError, parse_config
 from tests.harness import launch
+from tests.harness.described import costs_of_model, whole
 from tests.harness.launch_lines import SMALL
 
 PLAIN = [word for word in launch.TINY if word != "constant" and word != "--lr-decay-style"]
@@ -190,21 +193,18 @@ def test_a_gemma_in_tensor_parallel_and_sharded_runs(cut):
 
 
 def test_flops_and_parameters_count_the_gate_and_the_bias():
-    from megatron.core.models.gpt.parameter_count import layer_parameters
-    from megatron.training.config.config import flops_per_token
-
     def of(*words):
         return parse_config([*SMALL, *words]).model
 
+    def layer(*words):
+        units = costs_of_model(of(*words), 128).unit_weights(whole(of()), Placement(LINEAR, 1))
+        return sum(units["decoder.layers.0"])
+
     for flag in ("--geglu", "--geglu-tanh"):
         assert flops_per_token(of(flag), 128, 32) == flops_per_token(of("--quick-geglu"), 128, 32)
-        assert layer_parameters(of(flag)) == layer_parameters(of("--quick-geglu"))
-    plain = of("--disable-bias-linear")
-    more = layer_parameters(of("--disable-bias-linear", "--add-attention-output-bias")) - layer_parameters(
-        plain
-    )
-    assert more == plain.hidden_size
-    assert layer_parameters(of("--add-attention-output-bias")) == layer_parameters(of())
+        assert layer(flag) == layer("--quick-geglu")
+    plain = layer("--disable-bias-linear")
+    assert layer("--disable-bias-linear", "--add-attention-output-bias") - plain == of().hidden_size
 
 
 def test_cached_generation_of_a_gemma_equals_that_without_a_cache():

@@ -11,8 +11,9 @@ import pytest
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
 from megatron.training.config.launch_env import LaunchEnv
-from megatron.training.run.arguments import ConfigurationError, launch_config, parse_config
+from megatron.training.run.arguments import ConfigurationError, launch_config
 from tests.harness import launch
+from tests.harness.described import planned_config
 from tests.harness.launch_lines import SMALL
 
 OWN_DATA = "tests/functional_tests/trainers/own_data.py"
@@ -30,7 +31,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 def configure(words, ranks=1):
     env = LaunchEnv(world_size=ranks, local_world_size=ranks)
-    return parse_config([*SMALL, "--global-batch-size", "8", *words.split()], env=env)
+    return planned_config([*SMALL, "--global-batch-size", "8", *words.split()], env=env)
 
 
 # --- data sets of the trainer's own

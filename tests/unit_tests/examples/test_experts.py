@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.models.gpt.parameter_count import count_parameters
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from tests.harness import launch
+from tests.harness.described import costs_of_model, whole
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = ("mixtral", "qwen3_moe")
@@ -39,9 +40,13 @@ def words_of(name, *flags, **variables):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_sizes_are_those_that_were_published(name, vocabulary, active, tp):
     config = parse_config(
-        words_of(name, GPUS_PER_NODE="8", TP_SIZE=str(tp)), env=LaunchEnv(world_size=8, local_world_size=8)
+        words_of(name, GPUS_PER_NODE="8", NUM_NODES="4", NODE_RANK="0", MASTER_ADDR="a", TP_SIZE=str(tp)),
+        env=LaunchEnv(world_size=32, local_world_size=8),
     )
-    assert count_parameters(config.model, vocabulary).active == active
+    experts = config.world_part().experts
+    assert (experts.ep, experts.tp, experts.dp) == (8, 1, 1)
+    costs = costs_of_model(config.model, vocabulary)
+    assert costs.count([whole(config.model)], Placement(LINEAR, 1)).active == active
     assert config.parallel.sequence_parallel == (tp == 2)
 
 
@@ -50,7 +55,7 @@ def test_a_toy_trains(name, tmp_path):
     words = words_of(
         name, "--train-iters", "12", "--log-interval", "1", "--lr", "1e-2", CPU="1", RUN_DIR=str(tmp_path)
     )
-    losses = launch.ok(launch.run_forked(words, ranks=2, cwd=tmp_path)).losses()
+    losses = launch.ok(launch.run_forked(words, ranks=4, cwd=tmp_path)).losses()
     values = [float(text.split()[0]) for text in losses.values()]
     assert len(values) == 12
     assert values[-1] < values[0]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron.core.models.gpt.gpt import GPTModel
-from megatron.core.models.gpt.parameter_count import count_parameters
+from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.rectangles import Rectangle
 from megatron.interchange.known import ARCHITECTURES, expressing, read_config
+from tests.harness.described import costs_of_model, whole
 from tests.harness.hugging_face import stored_shapes
 from tests.unit_tests.interchange.published import PUBLISHED
 
@@ -85,7 +86,7 @@ def test_config_json_comes_back(name):
     ],
 )
 def test_published_totals(name, total, experts, active):
-    """All, those in experts, and all but those in experts that a token does not meet: of the tables, and by formula."""
+    """All, those in experts, and all but those in experts that a token does not meet: of the tables, and as built."""
     model, catalogue = catalogue_of(name)
     numel = {key: math.prod(shape) for key, shape in catalogue.ours.items()}
     in_experts = sum(count for key, count in numel.items() if ".mlp.experts." in key)
@@ -94,7 +95,8 @@ def test_published_totals(name, total, experts, active):
         total - in_experts + in_experts * model.config().moe_router_topk // model.config().num_experts
         == active
     )
-    counted = count_parameters(model.config(), model.vocab_size)
+    config = model.config().resolved()
+    counted = costs_of_model(config, model.vocab_size).count([whole(config)], Placement(LINEAR, 1))
     assert (counted.total, counted.experts, counted.active) == (total, experts, active)
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from megatron.core import optional
 from megatron.training.run.arguments import launch_config
 from tests.harness.launch_lines import GPT3_175B, LLAMA3_8B, LLAMA3_405B, MIXTRAL_8X7B, SMALL
 
@@ -74,11 +75,11 @@ def test_175b_has_the_published_size_on_1024_ranks(capsys):
     assert "--data-path /data/corpus_text_document.bin" in report["not_found"]
 
 
-def test_llama3_8b_has_the_published_size(capsys):
+def test_of_a_line_that_is_not_valid_nobody_builds_the_model(capsys):
     status, report = check_json(capsys, *LLAMA3_8B, "--world-size", "16")
     assert status == 2
-    # The published 8,030,261,248, with 128256 + 1 ids padded to 128384 in two matrices.
-    assert report["parameters"]["total"] == 8030261248 + 2 * (128384 - 128256) * 4096
+    assert report["parameters"]["total"] is None
+    assert "see the problems" in report["parameters"]["why"]
     told = [problem["message"] for problem in report["problems"]]
     assert "--fp8-format hybrid is not supported" in told, "what a launch says too"
 
@@ -133,7 +134,7 @@ def test_ranks_that_do_not_divide_are_a_problem_with_no_grid(capsys):
     status, report = check_json(capsys, *SMALL, "--world-size", "6", "--tensor-model-parallel-size", "4")
     assert status == 2
     assert report["grid"] is None
-    assert report["parameters"]["total"] is not None
+    assert report["parameters"]["total"] is None
     assert "world-size" in [problem["rule"] for problem in report["problems"]]
 
 
@@ -155,7 +156,15 @@ def test_16384_ranks(capsys):
 )
 def test_layers_of_each_stage_show_in_the_parameters(capsys, words, per_stage):
     _, report = check_json(
-        capsys, *SMALL, "--pipeline-model-parallel-size", "2", "--world-size", "2", *words.split()
+        capsys,
+        *SMALL,
+        "--pipeline-model-parallel-size",
+        "2",
+        "--world-size",
+        "2",
+        "--global-batch-size",
+        "8",
+        *words.split(),
     )
     first, last = report["parameters"]["per_rank"]
     h, layer = 64, 12 * 64 * 64 + 13 * 64
@@ -239,7 +248,26 @@ def test_a_model_that_does_not_divide_over_tensor_ranks_has_no_count_per_rank(ca
     status, report = check_json(capsys, *SMALL, *words.split())
     assert status == 2
     assert report["parameters"]["per_rank"] is None
-    assert "tensor ranks" in report["parameters"]["why"]
+    assert "see the problems" in report["parameters"]["why"]
+
+
+def test_without_torch_all_is_said_but_what_a_model_takes(capsys, monkeypatch):
+    """And what is chosen by that."""
+    monkeypatch.setattr(optional, "available", lambda name: name != "torch")
+    status, report = check_json(capsys, *SMALL, "--world-size", "8")
+    assert (status, report["pipeline"]["schedule"]) == (0, "1f1b")
+    assert report["parameters"]["total"] is None
+    assert report["parameters"]["why"] == "torch is not installed here, with which a model is looked at"
+    words = "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule auto --world-size 2".split()
+    status, report = check_json(capsys, *SMALL, *words)
+    assert (status, report["pipeline"]) == (0, None)
+
+
+def test_what_is_wrong_with_a_plan_is_told_once_the_model_is_described(capsys):
+    words = "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 8 --pipeline-memory-limit 1K"
+    status, report = check_json(capsys, *SMALL, *words.split(), "--world-size", "2")
+    assert status == 2
+    assert [problem["rule"] for problem in report["problems"]] == ["pipeline-plan"]
 
 
 def test_the_sharding_is_told_by_what_a_rank_holds(capsys):

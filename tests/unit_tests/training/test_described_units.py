@@ -11,6 +11,7 @@ from megatron.core.module import ModelError
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.describe import described
 from tests.harness.launch_lines import SMALL
 from tests.harness.ranks import run_ranks
 
@@ -36,7 +37,7 @@ class OwnModel(GPTModel):
 
 def config_of(words, ranks=4):
     flags = "--num-layers 4 --global-batch-size 16 --padded-vocab-size 386"
-    return parse_config([*SMALL, *flags.split(), *words.split()], env=LaunchEnv(world_size=ranks))
+    return described(parse_config([*SMALL, *flags.split(), *words.split()], env=LaunchEnv(world_size=ranks)))
 
 
 def built(ctx, ranks, words, provider=build_gpt_model):
@@ -52,10 +53,10 @@ def test_the_engine_builds_what_the_flags_describe(ranks, words):
     def body(ctx):
         config, engine, stages = built(ctx, ranks, words)
         assert engine.is_described
-        described = config.units_of(config.planner().spec)
-        assert units_of_all_stages(engine.model, stages, described) == described
+        by_flags = config.units_of(config.planner().spec)
+        assert units_of_all_stages(engine.model, stages, by_flags) == by_flags
         as_built = units_of_all_stages(engine.model, stages)
-        for mine, theirs in zip(described, as_built, strict=True):
+        for mine, theirs in zip(by_flags, as_built, strict=True):
             assert [one.shares for one in mine.units] == [one.shares for one in theirs.units]
         return True
 
@@ -67,7 +68,7 @@ def test_a_difference_is_an_error_that_names_the_unit_and_both_figures_on_every_
         ps = ctx.make_ps(dp=2, pp=2)
         config = config_of(f"{PP} {ZERO_3}")
         other = dataclasses.replace(config.model, ffn_hidden_size=2 * config.model.ffn_hidden_size)
-        wider = dataclasses.replace(config, model=other)
+        wider = described(dataclasses.replace(config, model=other, description=None))
         engine = build_engine(config, ps, partial(build_gpt_model, config, ps))
         stages, spec = config.planner().spec.local_stages(ps.pp_rank), config.planner().spec
         with pytest.raises(ModelError) as refused:

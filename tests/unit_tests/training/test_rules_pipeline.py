@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.models.gpt.stage_layers import StageLayersError
-from megatron.core.models.gpt.stage_schedule import stages_of
 from megatron.core.parallelism_config import (
     ModelParallelConfig,
     bytes_of,
@@ -31,6 +30,8 @@ from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
 from megatron.training.config.rules import broken_rules
 from megatron.training.run.arguments import ConfigurationError, parse_config
+from megatron.training.staged_model import stages_of
+from tests.harness.described import planned_config
 from tests.harness.launch_lines import SMALL
 
 PP, VPP = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
@@ -59,7 +60,7 @@ def configure(words, world_size=2):
         str(world_size),
         *words.split(),
     ]
-    return parse_config(flags, env=env)
+    return planned_config(flags, env=env)
 
 
 def problems_of(words, world_size=2):
@@ -309,10 +310,12 @@ def test_auto_counts_1f1b_a_candidate_under_any_limit():
 def test_auto_tells_measured_costs_in_milliseconds():
     config = configure("--pipeline-schedule auto --num-layers 4")
     spec = config.planner().spec
-    costs = dataclasses.replace(spec.costs, f=(1.5e6,) * 4, b=(1.5e6,) * 4, w=(1.5e6,) * 4)
+    times = dict.fromkeys("fbw", (1.5e6,) * len(spec.stages))
+    costs = dataclasses.replace(spec.costs, **times)
     _, _, reasons = solve_again(spec, costs, 8, 8, splits=True)
     assert any(
-        re.match(r"zbv: step time \d\d(\.\d+)? ms, .* peak [\d.,]+ [KM]iB of", line) for line in reasons
+        re.match(rf"{spec.schedule}: step time \d\d(\.\d+)? ms, .* peak [\d.,]+ [KM]iB of", line)
+        for line in reasons
     ), reasons
 
 

@@ -10,6 +10,7 @@ from megatron.core.sharding_table import STRATEGIES, ShardOver, sharding_of
 from megatron.training.config.flag_table import FlagState, spellings
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import ConfigurationError, parse_config
+from tests.harness.described import planned_config
 from tests.harness.launch_lines import SMALL
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -23,7 +24,7 @@ WIRE = "--megatron-fsdp-grad-comm-dtype"
 
 def configure(words, world_size=4):
     env = LaunchEnv(world_size=world_size, local_world_size=world_size)
-    return parse_config([*SMALL, *words.split()], env=env)
+    return planned_config([*SMALL, *words.split()], env=env)
 
 
 def problems_of(words, world_size=4):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.ends import LanguageModelEmbedding, OutputHead
-from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
 from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
+from megatron.core.models.gpt.vocabulary_size import leaves_ranks_empty
 from megatron.core.module import MegatronModule, ModelContext, ModelUnit
 from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.tensor_parallel.mappings import ALONE, TensorParallel

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.models.gpt.parameter_count import leaves_ranks_empty
+from megatron.core.models.gpt.vocabulary_size import leaves_ranks_empty
 from megatron.core.param_meta import ParamMeta, Region
 from megatron.core.tensor_parallel.mappings import ALONE
 from megatron.core.tensor_parallel.sink_module import (

@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.config.launch_env import LaunchEnv
-from megatron.training.run.arguments import parse_config
 from tests.harness import launch, unit_stages
+from tests.harness.described import planned_config
 from tests.harness.measured_runs import figures_of_run
 
 MICROBATCHES, MIB = 8, float(2**20)
@@ -26,7 +26,7 @@ def made(flags, ranks=4):
     words = [*launch.TINY, *f"--num-layers 8 --train-iters 4 --pipeline-model-parallel-size {ranks}".split()]
     words += f"--padded-vocab-size 128 --micro-batch-size 1 --global-batch-size {MICROBATCHES}".split()
     env = LaunchEnv(world_size=ranks, rank=0)
-    return parse_config([*words, *flags.split()], env=env).planner().spec
+    return planned_config([*words, *flags.split()], env=env).planner().spec
 
 
 def measured(placement, *, slow=None, activation=MIB, held=0.5):

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.training.config.launch_env import LaunchEnv
-from megatron.training.run.arguments import parse_config
 from tests.harness import launch
+from tests.harness.described import planned_config
 
 MICROBATCHES = 4
 CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
@@ -25,7 +25,7 @@ def spec_of(flags, ranks=2):
 
 def configure(flags, ranks=2):
     words = [*launch.TINY, *f"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size {ranks}".split()]
-    return parse_config([*words, *flags.split()], env=LaunchEnv(world_size=ranks, rank=0))
+    return planned_config([*words, *flags.split()], env=LaunchEnv(world_size=ranks, rank=0))
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_without_a_limit_or_without_w_inputs_stay_in_parts(flags):
 def spec_of_tp(flags):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
     env = LaunchEnv(world_size=4, rank=0)
-    return parse_config([*words, *flags.split()], env=env).planner().spec
+    return planned_config([*words, *flags.split()], env=env).planner().spec

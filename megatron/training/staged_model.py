@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec, split_stages
 from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.costs import CostModel
@@ -16,6 +15,7 @@ from megatron.core.pipeline_parallel.plan.schedules import (
     SCHEDULES,
 )
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.estimate.model_costs import ModelCosts
 
 
 def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
@@ -30,9 +30,9 @@ def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | No
 class StagedModel:
     """What flags say of a model's stages and steps.
 
-    costs: None where the configuration is not complete, which rules tell. num_microbatches: of a step of the full
-    batch, of global_batch_size samples. masked: batches have masks, which all stages need. budget: by
-    which all is chosen together, None without. saved_in: the folder of searched orders.
+    costs: by the model's description; None before there is one: all stages count as alike. num_microbatches: of a step
+    of the full batch, of global_batch_size samples. masked: batches have masks, which all stages need. saved_in: the
+    folder of searched orders.
     """
 
     parallel: ModelParallelConfig
@@ -94,8 +94,33 @@ class StagedModel:
             saved_in=self.saved_in,
         )
 
+    @property
+    def may_keep_gathered(self) -> bool:
+        """Whether F may keep what sequence parallel has gathered: where a limit in bytes has room for it."""
+        by_device = self.parallel.enable_zero_bubble and not self.parallel.zero_bubble_v_schedule
+        return by_device or self.parallel.pipeline_memory_limit is not None
+
+    @property
+    def reads_costs(self) -> bool:
+        """Whether the plan depends on what stages cost."""
+        row = SCHEDULES.get(self.parallel.pipeline_schedule or "")
+        searched = row is not None and row.searched and self.parallel.pipeline_schedule_file is None
+        return searched or self._is_limited or self.parallel.pipeline_schedule == AUTO
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not known yet what runs: that is chosen by costs, and there are none."""
+        chosen = self._is_limited or self.parallel.pipeline_schedule == AUTO
+        return self.costs is None and chosen and self.parallel.pipeline_schedule_file is None
+
+    @property
+    def _is_limited(self) -> bool:
+        """In bytes."""
+        limits = (self.parallel.pipeline_memory_limit, self.parallel.rank_memory_limit)
+        return limits != (None, None)
+
     def in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
-        """Costs of the spec's stages with activations in bytes; None where the configuration is not complete."""
+        """Costs of the spec's stages with activations in bytes; None before the model is described."""
         if spec.estimated:
             return spec.costs
         return self.costs.of_stages(spec.stages) if self.costs is not None and spec.stages else None
