@@ -31,11 +31,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine_load import live_bytes
+from benchmarks.pipeline_memory import Work
 from benchmarks.plain_gpt import PlainTrainer
 from benchmarks.plain_moe import PlainMoeGPT
 from benchmarks.single_process import DTYPES, Batches, OurTrainer
 from megatron.core.device import Device
-from megatron.core.models.gpt.stage_costs import ModelCosts
 from megatron.core.models.gpt.stage_layers import StageSpec
 
 SHAPE = {"layers": 4, "hidden": 512, "heads": 8, "seq": 512, "vocab": 1024}
@@ -54,6 +54,10 @@ MOE = {
     "moe_ffn_hidden_size": WIDTH,
     "moe_grouped_gemm": True,
 }
+FLAGS = (
+    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+    f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size {WIDTH} --moe-grouped-gemm"
+)
 AGAINST = ("plain", "dense", "mixtral")
 
 
@@ -220,9 +224,14 @@ def text_of(result: dict[str, Any]) -> str:
 
 def memory(dtype: str) -> str:
     """Bytes that a forward keeps for its backward, planned and measured."""
+    sizes = {name: SHAPE[name] for name in ("hidden", "heads", "seq", "vocab")}
+    flags = (*FLAGS.split(), *(["--bf16"] if dtype == "bf16" else []))
+    work = Work(1, SHAPE["layers"], 1, **sizes, micro_batch=MICRO_BATCH, flags=flags)
+    costs = work.config("1f1b", 0).model_costs
+    assert costs is not None, "the configuration is complete"
+    whole = StageSpec(tuple(range(SHAPE["layers"])), embedding=True, loss=True)
+    planned = costs.of_stages([whole]).activation[0] / 2**20
     trainer, (batch,) = ours(DTYPES[dtype]), make_batches()
-    costs = ModelCosts(trainer.gpt.config, SHAPE["vocab"], MICRO_BATCH, dtype)
-    planned = costs.stage(StageSpec(tuple(range(SHAPE["layers"])), embedding=True, loss=True)).saved / 2**20
     trainer.model.begin_step(1)
     kept: list[Tensor] = []
     for _ in range(2):  # the first is not measured
