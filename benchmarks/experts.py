@@ -184,7 +184,7 @@ def compare(name: str, dtype: str, rounds: int) -> dict[str, Any]:
     """Interleaved steps of ours and of another; medians of the pairs."""
     batches, first = make_batches(), ours(DTYPES[dtype])
     second = opponent(name, DTYPES[dtype], weights_of(first))
-    pair: dict[str, Contestant] = {"ours": first, name: second}  # type: ignore[dict-item]
+    pair: dict[str, Contestant] = {"ours": first, name: second}
     losses = {key: timed(one, batches)[0] for key, one in pair.items()}  # warm-up
     if name != "dense":
         bound = 1e-4 if dtype == "fp32" else 3e-2

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -32,7 +31,7 @@ def serve(tree: str, size: str, dtype: str, micro_batch: int, steps: int) -> Non
     where = str(sys.modules["megatron.core.device"].__file__)
     assert where.startswith(tree), f"{where} is not of {tree}"
     trainer = OurTrainer(shape, DTYPES[dtype])
-    batches = make_batches(micro_batch, SimpleNamespace(**shape, global_batch=8))  # type: ignore[arg-type]
+    batches = make_batches(micro_batch, argparse.Namespace(**shape, global_batch=8))
     for _ in sys.stdin:
         begin = time.process_time()
         for _ in range(steps):
