@@ -119,7 +119,7 @@ class Contestant:
             if isinstance(tensor, Tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
                 # Given back before the end of the step: its calls are made again, over anything.
                 size = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-                tensor.untyped_storage().resize_(size)
+                tensor.untyped_storage().resize_(int(size))
         return calls
 
     @contextmanager
