@@ -42,20 +42,13 @@ def accumulate_wgrad(
     if ends is None and scale == 1.0 and not overwrite and main_grad.dtype == dy.dtype:
         # Most of them: as below, in as few calls as there can be.
         if x is None:
-            if dy.dim() != main_grad.dim():
-                dy = dy.sum(0) if dy.dim() == 2 else dy.flatten(0, -2).sum(0)
-            main_grad.add_(dy)
+            main_grad.add_(dy if dy.dim() == main_grad.dim() else dy.flatten(0, -2).sum(0))
             return
         if x.dtype == dy.dtype and x.dim() == dy.dim() == 2 and main_grad.shape == (dy.shape[1], x.shape[1]):
             main_grad.addmm_(dy.t(), x)
             return
     if ends is not None:
-        for grad, first, end in zip(main_grad.unbind(), (0, *ends), ends, strict=False):
-            if first < end:
-                of_expert = None if x is None else x[first:end]
-                accumulate_wgrad(grad, of_expert, dy[first:end], overwrite=overwrite, scale=scale)
-            elif overwrite:
-                grad.zero_()
+        _accumulate_by_expert(main_grad, x, dy, ends, overwrite, scale)
         return
     if x is None:
         if dy.dim() == main_grad.dim():
@@ -83,10 +76,7 @@ def accumulate_wgrad(
     )
     dy = dy.t()  # [out, tokens]
     if main_grad.dtype == dy.dtype:
-        if overwrite or scale != 1.0:
-            main_grad.addmm_(dy, x, beta=0.0 if overwrite else 1.0, alpha=scale)
-        else:
-            main_grad.addmm_(dy, x)
+        main_grad.addmm_(dy, x, beta=0.0 if overwrite else 1.0, alpha=scale)
         return
     rows = max(1, WIDENED_ELEMENTS // inputs)
     if outputs > rows and kind_of(dy.device) == "cpu":
@@ -95,6 +85,17 @@ def accumulate_wgrad(
             add_gradient(part, product(columns, x), overwrite=overwrite, scale=scale)
     else:
         add_gradient(main_grad, product(dy, x), overwrite=overwrite, scale=scale)
+
+
+def _accumulate_by_expert(
+    main_grad: Tensor, x: Tensor | None, dy: Tensor, ends: tuple[int, ...], overwrite: bool, scale: float
+) -> None:
+    for grad, first, end in zip(main_grad.unbind(), (0, *ends), ends, strict=False):
+        if first < end:
+            of_expert = None if x is None else x[first:end]
+            accumulate_wgrad(grad, of_expert, dy[first:end], overwrite=overwrite, scale=scale)
+        elif overwrite:
+            grad.zero_()
 
 
 def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scale: float = 1.0) -> None:

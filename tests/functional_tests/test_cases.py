@@ -29,6 +29,7 @@ def same_values_as_forked(name, folder, capfd, *launcher):
 IN_THE_GRID = ("schedule_zbv_validated", "resume")
 
 
+@pytest.mark.timeout(600)  # ranks start Pythons of their own
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.grid if n in IN_THE_GRID else pytest.mark.full) for n in NAMES],
@@ -41,7 +42,7 @@ def test_a_case_of_five_lines(tmp_path, capfd):
     """Written, recorded, and found again."""
     case = tmp_path / "mine.yaml"
     case.write_text(
-        f"EXTENDS: {CASES}/toy.yaml\nMODEL_ARGS:\n  --pipeline-model-parallel-size: 2\n"
+        "EXTENDS: toy\nMODEL_ARGS:\n  --pipeline-model-parallel-size: 2\n"
         "  --train-iters: 3\n  --log-params-norm: false\n"
     )
     assert functional_tests.main(["record", str(case), "--dirty"]) == 0, capfd.readouterr()

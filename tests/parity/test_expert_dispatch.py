@@ -19,10 +19,13 @@ ROUTERS = {
 TOKENS = 48  # of a rank; products of few rows have other bits than products of many
 
 
-def computed(experts, x, dy, flags, dtype):
-    """(output, input gradient, gradients of experts, of the router) of a layer's MLP."""
+def computed(experts, x, dy, flags, dtype, *, undecided=False):
+    """(output, input gradient, gradients of experts, of the router) of a layer's MLP. undecided: all logits are equal,
+    so that every token meets the first experts."""
     config = tiny_config(**{**EXPERTS, **flags})
     model = tiny_stage(config, params_dtype=dtype, experts=experts)
+    if undecided:
+        model.decoder.layers["0"].mlp.router.weight.data.zero_()
     x = x.to(dtype).requires_grad_()
     model.context.begin_microbatch(0, 0, 0)
     y = model.decoder.layers["0"].mlp(x)
@@ -34,15 +37,55 @@ def computed(experts, x, dy, flags, dtype):
     return y.detach(), x.grad, grads, of_router
 
 
-def inputs(rank, hidden=32):
+def inputs(rank, tokens=TOKENS):
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(TOKENS, 1, hidden, generator=generator) for _ in range(2)]
+    return [torch.randn(tokens, 1, 32, generator=generator) for _ in range(2)]
 
 
 def over_ranks(ctx, flags, dtype, by):
     torch.set_num_threads(1)
     ps = ctx.make_ps(dp=2, experts=expert_grid(2, ep=2))
     return computed(ExpertRanks.of(ps, by), *inputs(ctx.rank), flags, dtype)
+
+
+EDGES = {  # tokens of a rank, flags, whether every token meets the first experts
+    "a rank and experts without tokens": (24, {}, True),
+    "fewer tokens than experts": (1, {}, False),
+    "an expert a rank": (24, {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}, False),
+    "all experts for all": (24, {"moe_router_topk": 6}, False),
+    "full experts": (24, {"moe_expert_capacity_factor": 0.25}, False),
+}
+
+
+def edges(ctx, by, parts):
+    """parts: each expert is cut over so many ranks."""
+    torch.set_num_threads(1)
+    ps = ctx.make_ps(dp=2 * parts, experts=expert_grid(2 * parts, ep=2, etp=parts))
+    return {
+        name: computed(
+            ExpertRanks.of(ps, by), *inputs(ctx.rank, tokens), flags, torch.float64, undecided=undecided
+        )
+        for name, (tokens, flags, undecided) in EDGES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("by", "parts"), [("alltoall", 1), ("allgather", 1), ("alltoall", 2), ("allgather", 2)]
+)
+def test_edges_of_what_ranks_may_be_sent(by, parts):
+    ranks = run_ranks(edges, 2 * parts, by, parts)
+    for name, (tokens, flags, undecided) in EDGES.items():
+        each = [
+            computed(None, *inputs(rank, tokens), flags, torch.float64, undecided=undecided)
+            for rank in range(2 * parts)
+        ]
+        for rank, (y, dx, _, _) in enumerate(each):
+            torch.testing.assert_close(ranks[rank][name][0], y, rtol=0, atol=1e-12)
+            torch.testing.assert_close(ranks[rank][name][1], dx, rtol=0, atol=1e-12)
+        if parts == 1:
+            for weight in each[0][2]:
+                whole = torch.cat([rank[name][2][weight] for rank in ranks])
+                torch.testing.assert_close(whole, sum(one[2][weight] for one in each), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -187,11 +187,11 @@ def _entries(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
             _check_flags(flags)
     if "EXTENDS" not in entries:
         return entries
-    base = path.parent / " ".join(entries["EXTENDS"].words)
-    if base in seen or not base.is_file():
-        raise _error(
-            entries["EXTENDS"], f"EXTENDS: {base} {'extends itself' if base in seen else 'is not there'}"
-        )
+    word = " ".join(entries["EXTENDS"].words)
+    base = next((base for base in (path.parent / word, CASES / f"{word}.yaml") if base.is_file()), None)
+    if base is None or base in seen:
+        why = "extends itself" if base else f"is neither a file beside this one nor a name in {CASES}"
+        raise _error(entries["EXTENDS"], f"EXTENDS: {word} {why}")
     below = _entries(base, (*seen, path, base))
     for key in ("ENV_VARS", "MODEL_ARGS"):
         entries[key] = {**below.get(key, {}), **entries.get(key, {})}

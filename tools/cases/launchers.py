@@ -40,7 +40,8 @@ def launch(name: str, job: Launch, environ: Mapping[str, str]) -> tuple[int, str
     done = subprocess.run(
         words, cwd=job.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    return done.returncode, done.stdout
+    logs = sorted(job.folder.glob("*.log")) if name == "slurm" else []  # what the job itself has said
+    return done.returncode, "".join([done.stdout, *(log.read_text(errors="replace") for log in logs)])
 
 
 def _forked(job: Launch) -> tuple[int, str]:

@@ -236,6 +236,23 @@ def test_a_launcher_that_is_not_there_and_a_case_that_is_not(case, golden, capsy
     assert "did you mean schedule_zbv?" in capsys.readouterr().err
 
 
+def test_a_run_that_fails_under_slurm_shows_what_its_job_has_said(case, tmp_path, capsys, monkeypatch):
+    """And not the end of the script that was submitted."""
+    programs, text = (
+        tmp_path / "programs",
+        "#!/bin/sh\ncat > /dev/null\necho out of memory > zero-7.log\nexit 5\n",
+    )
+    programs.mkdir()
+    (programs / "sbatch").write_text(text)
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    case.write_text("EXTENDS: toy\nMODEL_ARGS:\n  --train-iters: 4\n")
+    assert functional_tests.main(["run", str(case), "--launcher", "slurm"]) == 1
+    said = capsys.readouterr().err
+    assert "run 1 has ended with status 5" in said
+    assert said.rstrip().endswith("out of memory")
+
+
 def test_every_case_here_says_what_it_is_and_has_golden_values():
     paths = sorted(CASES.glob("*.yaml"))
     assert len(paths) >= 20

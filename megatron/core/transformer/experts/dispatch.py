@@ -22,6 +22,7 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -247,11 +248,10 @@ class _Rows:
 
 def _places(blocks: list[tuple[int, int]], device: torch.device) -> Tensor:
     """The numbers of all blocks [start, end), one block behind the other."""
-    starts = torch.tensor([start for start, _ in blocks], dtype=torch.int64)
-    sizes = torch.tensor([end - start for start, end in blocks], dtype=torch.int64)
-    before = sizes.cumsum(0) - sizes
-    places = torch.arange(int(sizes.sum())) + (starts - before).repeat_interleave(sizes)
-    return places.to(device)
+    if device.type == "meta":
+        rows = sum(end - start for start, end in blocks)
+        return torch.empty(rows, dtype=torch.int64, device=device)
+    return torch.from_numpy(np.concatenate([np.arange(*block) for block in blocks])).to(device)
 
 
 def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
