@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,19 +17,38 @@ from megatron.core.weight_grad import WeightGradAccumulator
 
 class LayerCounts:
     """Numbers that layers count in forwards: each is the sum over a step's microbatches. `clear` begins a step, or
-    begins it again. What is computed again for the backward has been counted (`ModelContext.repeating`)."""
+    begins it again. What is computed again for the backward has been counted (`ModelContext.repeating`).
+
+    mean_over_dp: of numbers that all data parallel ranks have, which all call alike; to be set where there are several.
+    """
 
     def __init__(self) -> None:
         self.totals: dict[tuple[int, str], Tensor] = {}  # (layer, name) -> fp64
         self.paused = False
+        self.mean_over_dp: Callable[[Tensor], Tensor] = lambda numbers: numbers
+        self._running: dict[int, tuple[Tensor, int]] = {}  # layer -> sum, of how many microbatches
+        self._for_repeats: dict[tuple[int, int], Tensor] = {}  # (layer, microbatch)
 
     def add(self, layer: int, name: str, numbers: Tensor) -> None:
         if not self.paused:
             numbers, known = numbers.to(torch.float64), self.totals.get((layer, name))
             self.totals[layer, name] = numbers if known is None else known + numbers
 
+    def running_mean(self, layer: int, microbatch: int, numbers: Tensor) -> Tensor:
+        """Of a microbatch's numbers and those of the step's microbatches before it, over data parallel ranks: fp64.
+        Where the forward is repeated, what it has been the first time. Communicates over dp, the first time."""
+        if self.paused:
+            return self._for_repeats.pop((layer, microbatch))
+        total, count = self._running.get(layer, (0, 0))
+        total, count = self.mean_over_dp(numbers.to(torch.float64)) + total, count + 1
+        self._running[layer], mean = (total, count), total / count
+        if not torch.is_grad_enabled():  # a forward that will be repeated (recompute.py)
+            self._for_repeats[layer, microbatch] = mean
+        return mean
+
     def clear(self) -> None:
-        self.totals.clear()
+        for kept in (self.totals, self._running, self._for_repeats):
+            kept.clear()
 
 
 class Moment(NamedTuple):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.core.module import MegatronModule
 from megatron.estimate.description import OUTSIDE, ComputationFigures
@@ -214,7 +213,16 @@ def _path_of(key: str) -> str:
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    """Of arguments and results of operations: nothing but lists and tables of plain values lie around them."""
+    found: list[Tensor] = []
+    for one in values:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            found += tensors_in(*one)
+        elif isinstance(one, dict):
+            found += tensors_in(*one.values())
+    return found
 
 
 def _only_views(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:

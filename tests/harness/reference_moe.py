@@ -17,7 +17,7 @@ class ReferenceExperts:
     factor: float = 1.0
     groups: int = 1
     group_topk: int = 1
-    losses: dict[str, float] = field(default_factory=dict)  # aux_loss, seq_aux_loss, z_loss -> coefficient
+    losses: dict[str, float] = field(default_factory=dict)  # aux_loss, ..., z_loss -> coefficient
     capacity: float | None = None
     by_position: bool = False
     shared: int = 0
@@ -56,10 +56,12 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
 
 class ReferenceMoe(nn.Module):
-    """[b, s, h] -> [b, s, h]; leaves what it adds to the loss in `added`, and tokens by expert in `counts`."""
+    """[b, s, h] -> [b, s, h]; leaves what it adds to the loss in `added`, and tokens by expert in `counts`. seen: by
+    whom experts were chosen in each microbatch of the step, which whoever trains clears."""
 
     def __init__(self, hidden: int, e: ReferenceExperts, gated: bool, bias: bool, act):
         super().__init__()
+        self.seen: list[list[int]] = []
         self.e, self.act = e, act
         parts = 2 if gated else 1
         self.router = Projection(e.num, hidden, bias=bias)
@@ -114,12 +116,15 @@ class ReferenceMoe(nn.Module):
                 continue
             probs = logits.softmax(-1) if e.score == "softmax" else logits.sigmoid()
             probs = probs / probs.sum(-1, keepdim=True)
-            parts = [probs] if word == "aux_loss" else [probs[b::batch] for b in range(batch)]
+            parts = [probs[b::batch] for b in range(batch)] if word == "seq_aux_loss" else [probs]
             for part in parts:
                 counts = [0] * e.num
                 for row in part.tolist():
                     for i in best(row, e.topk):
                         counts[i] += 1
+                if word == "global_aux_loss":
+                    self.seen.append(counts)
+                    counts = [sum(of_expert) / len(self.seen) for of_expert in zip(*self.seen, strict=True)]
                 share = torch.tensor(counts, dtype=probs.dtype) / (len(part) * e.topk)
                 added = added + coefficient * e.num * (part.mean(0) * share).sum() / len(parts)
         return added

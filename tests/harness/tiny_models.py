@@ -191,7 +191,7 @@ def reference_config(c: TransformerConfig) -> ReferenceConfig:
 def reference_experts(c: TransformerConfig) -> ReferenceExperts:
     words, coefficients = c.moe_router_load_balancing_type, c.moe_aux_loss_coeff
     losses = dict(zip(words, coefficients, strict=True))
-    losses = {word: one for word, one in losses.items() if one and word in ("aux_loss", "seq_aux_loss")}
+    losses = {word: one for word, one in losses.items() if one and word.endswith("aux_loss")}
     return ReferenceExperts(
         num=c.num_experts,
         topk=c.moe_router_topk,

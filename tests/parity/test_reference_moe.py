@@ -2,6 +2,7 @@
 1e-10."""
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,7 @@ AUX, SEQ_AUX = (
     },
 )
 BOTH = {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.2)}
+GLOBAL = {"moe_router_load_balancing_type": ("global_aux_loss",), "moe_aux_loss_coeff": (0.3,)}
 LOSSES = {
     "none": {},
     "aux": AUX,
@@ -66,7 +68,7 @@ def test_enough_settings():
     assert len(SETTINGS) >= 40
 
 
-def compare_steps(flags):
+def compare_steps(flags, microbatches=1):
     model = tiny_model(**{**SWIGLU, **EXPERTS, **flags})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,15 +80,24 @@ def compare_steps(flags):
     alone = SimpleNamespace(size=1)
     biases = ExpertBiases([model], RATE, alone)
     for step in range(10):
-        batch = tiny_batch(seed=step)
         model.context.counts.clear()
-        loss = backward_microbatch(model, batch)
-        expected = reference(batch[0], batch[1]).mean()
-        (expected + reference.added()).backward()
+        total = Counter()
+        for layer in reference.decoder.layers:
+            if isinstance(layer.mlp, ReferenceMoe):
+                layer.mlp.seen.clear()
+        for index in range(microbatches):
+            batch = tiny_batch(seed=microbatches * step + index)
+            loss = backward_microbatch(model, batch, index=index)
+            expected = reference(batch[0], batch[1]).mean()
+            (expected + reference.added()).backward()
+            assert abs(loss.item() - expected.item()) < 1e-10, step
+            for number, layer in enumerate(reference.decoder.layers):
+                if isinstance(layer.mlp, ReferenceMoe):
+                    total.update({(number, expert): count for expert, count in enumerate(layer.mlp.counts)})
         for number, layer in enumerate(reference.decoder.layers):
             if isinstance(layer.mlp, ReferenceMoe):
                 counts = model.context.counts.totals[number, TOKENS].tolist()
-                assert counts == layer.mlp.counts
+                assert counts == [total[number, expert] for expert in range(len(counts))]
                 if layer.mlp.e.biased:
                     mean = sum(counts) / len(counts)
                     moved = [RATE * ((count < mean) - (count > mean)) for count in counts]
@@ -104,7 +115,6 @@ def compare_steps(flags):
             optimizer.zero_grad()
         for buffer in model.context.grads.main_grads.values():
             buffer.zero_()
-        assert abs(loss.item() - expected.item()) < 1e-10, step
     for name, parameter in reference.named_parameters():
         assert (model.get_parameter(name) - parameter).abs().max() < 1e-10, name
     for name, bias in biases.named().items():
@@ -124,6 +134,11 @@ def test_ten_steps(router, losses, dropping):
 @pytest.mark.parametrize("topk", [1, 2])
 def test_ten_steps_of_sinkhorn(topk):
     compare_steps({**SINKHORN, "moe_router_topk": topk})
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid_groups"])
+def test_the_global_loss_sees_the_mean_of_the_microbatches_so_far(router):
+    compare_steps({**ROUTERS[router], **GLOBAL, "moe_expert_capacity_factor": 1.0}, microbatches=3)
 
 
 @pytest.mark.full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from megatron.core.transformer.layer_halves import (
 )
 from megatron.core.transformer.layer_table import layer_table
 from megatron.core.transformer.model_config import TransformerConfig
-from megatron.core.transformer.norm import Norm
-from megatron.core.transformer.recompute import recomputed
+from megatron.core.transformer.norm import Norm, norm_again
+from megatron.core.transformer.recompute import computed_again, recomputed
 from megatron.core.transformer.self_attention import Angles, InferenceCache, SelfAttention
 
 
@@ -47,16 +47,18 @@ class TransformerLayer(nn.Module):
         tp_rank = factory.tp.sequence_rank
         self.attention_site = DropoutSite(context, layer, "attention_output", tp_rank)
         self.mlp_site = DropoutSite(context, layer, "mlp_output", tp_rank)
-        dropout = config.hidden_dropout
+        dropout, self._norms_again = config.hidden_dropout, config.recomputes("layernorm")
+        self._mlp_again, self._context = experts is None and config.recomputes("mlp"), context
+        norms = self._norms_again
+        mlp, besides = None, (self.first_half, self.pre_mlp_layernorm, self.mlp)
+        if isinstance(self.mlp, MLP) and not self._mlp_again:
+            mlp = MlpHalf(self.pre_mlp_layernorm, self.mlp, self.mlp_site, dropout, norms)
         self._halves = LayerHalves(
-            IntoAttention(self.input_layernorm, self.self_attention),
+            IntoAttention(self.input_layernorm, self.self_attention, norms),
             OutOfAttention(self.self_attention, self.attention_site, dropout),
-            MlpHalf(self.pre_mlp_layernorm, self.mlp, self.mlp_site, dropout)
-            if isinstance(self.mlp, MLP)
-            else None,
+            mlp,
         )
-        besides = () if self.first_half is None else (self.first_half, self.pre_mlp_layernorm, self.mlp)
-        self._as_built = AsBuilt(self, besides)
+        self._as_built = AsBuilt(self, [part for part in besides if part is not None and mlp is None])
 
     def units(self, names: tuple[str, ...]) -> tuple[ModelUnit, ...]:
         """What is gathered and reduced together. names: of `unit_order.layer_units`."""
@@ -75,20 +77,36 @@ class TransformerLayer(nn.Module):
         inference_cache: InferenceCache | None = None,
     ) -> Tensor:
         """mask: bool [b or 1, 1, s, s], True = masked, None = causal. angles: of rotary positions."""
-        if self.first_half is None and self._as_built:
+        if self._halves.mlp is not None and self._as_built:
             return self._halves(x, mask, angles, inference_cache, self._dropped)
         first = self.attended if self.first_half is None else self.first_half
         x = first(x, mask, angles, inference_cache)
-        return self._add(x, self.mlp(self.pre_mlp_layernorm(x)), self.mlp_site)
+        return self._add(x, self._normed(self.pre_mlp_layernorm, x, self._through_mlp), self.mlp_site)
 
     def attended(
         self, x: Tensor, mask: Tensor | None, angles: Angles | None, cache: InferenceCache | None
     ) -> Tensor:
         """x + attention(norm(x)), as `forward`."""
-        if self.first_half is not None and self._as_built:
+        if self._halves.mlp is None and self._as_built:
             return self._halves(x, mask, angles, cache, self._dropped)
-        branch = self.self_attention(self.input_layernorm(x), mask, angles, cache)
+        branch = self._normed(self.input_layernorm, x, lambda y: self.self_attention(y, mask, angles, cache))
         return self._add(x, branch, self.attention_site)
+
+    def _normed(self, norm: nn.Module, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """branch(norm(x)). See layer_halves, [Note: norms again]."""
+        y: Tensor = norm(x)
+        compute = norm_again(y) if self._norms_again else None
+        if compute is None:
+            return branch(y)
+        with computed_again(y, compute):
+            return branch(y)
+
+    def _through_mlp(self, y: Tensor) -> Tensor:
+        if not self._mlp_again:
+            out: Tensor = self.mlp(y)
+            return out
+        anchor = next((one for one in self.mlp.parameters() if one.requires_grad), None)
+        return recomputed(self.mlp, self._context, y, anchor=anchor)
 
     @property
     def _dropped(self) -> float:

@@ -7,6 +7,9 @@ go to the sink as ever ([Note: B and W]). Where attention proper is torch's kern
 heads, the whole layer is one Function, whose lists are the parts' own, one after the other. Any other middle is left to
 autograd, between a part that leads into it and one that leads out of it (docs/model.md).
 
+[Note: norms again] With `--recompute-modules layernorm` nothing that a norm gives is kept: the backward computes it
+once more, of what the norm itself keeps.
+
 [Note: parts as built] The lists call no module. A layer with a part that was replaced, or whose calls somebody listens
 to, runs its modules instead (`decoder.py`).
 """
@@ -63,20 +66,23 @@ class _LayerNode(torch.autograd.Function):
 
 
 class IntoAttention:
-    """norm, QKV, heads: x [s/tp b, h] -> query [b, heads, s, d], key and value [b, groups, s, d]."""
+    """norm, QKV, heads: x [s/tp b, h] -> query [b, heads, s, d], key and value [b, groups, s, d]. norm_again: see
+    [Note: norms again]."""
 
-    def __init__(self, norm: Norm, attention: SelfAttention) -> None:
+    def __init__(self, norm: Norm, attention: SelfAttention, norm_again: bool) -> None:
         self.norm, self.attention, self.qkv = norm, attention, attention.linear_qkv
-        self.modules = (norm, self.qkv)
+        self.norm_again, self.modules = norm_again, (norm, self.qkv)
 
     def forward(self, x: Tensor, batch: int) -> tuple[tuple[Tensor, Tensor, Tensor], Kept]:
         weight, bias = _parameters(self.qkv)
         y, of_norm = self.norm.normalise(x, *_parameters(self.norm))  # [s/tp b, h]
         rows, of_y = column_forward(y, weight, bias, self.qkv.route)  # [s b, (heads + 2 groups) d]
-        return self.attention.heads_of(rows, batch), (*of_norm, of_y, weight, bias)
+        kept_y = None if self.norm_again else of_y
+        return self.attention.heads_of(rows, batch), (*of_norm, kept_y, weight, bias)
 
     def backward(self, kept: Kept, batch: int, *grads: Tensor) -> tuple[Tensor]:
         *of_norm, of_y, weight, bias = kept
+        of_y = self.norm.again(of_norm) if of_y is None else of_y
         d = self.attention.rows_of(*grads)  # [s b, (heads + 2 groups) d]
         dy, pending, y = column_dgrad(d, of_y, weight, self.qkv.route)  # [s/tp b, h]
         put_linear(self.qkv.route, y, d, weight, bias)
@@ -108,11 +114,12 @@ class OutOfAttention:
 
 
 class MlpHalf:
-    """norm, MLP, dropout, residual: x [s/tp b, h] -> [s/tp b, h]."""
+    """norm, MLP, dropout, residual: x [s/tp b, h] -> [s/tp b, h]. norm_again: see [Note: norms again]."""
 
-    def __init__(self, norm: Norm, mlp: MLP, site: DropoutSite, dropout: float) -> None:
+    def __init__(self, norm: Norm, mlp: MLP, site: DropoutSite, dropout: float, norm_again: bool) -> None:
         self.norm, self.fc1, self.fc2 = norm, mlp.linear_fc1, mlp.linear_fc2
         self.activation, self.site, self.dropout = mlp.activation, site, dropout
+        self.norm_again = norm_again
         self.modules = (norm, self.fc1, self.fc2)
 
     def forward(self, x: Tensor, batch: int, dropout: float) -> tuple[Tensor, Kept]:
@@ -123,10 +130,12 @@ class MlpHalf:
         out = row_forward(activated, weight2, bias2, self.fc2.route)  # [s/tp b, h]
         out, keep = drop(out, dropout, self.site)
         inner = activated if self.activation.keeps_output else None
-        return x + out, (*of_norm, of_y, wide, inner, keep, *linears[0], *linears[1])
+        kept_y = None if self.norm_again else of_y
+        return x + out, (*of_norm, kept_y, wide, inner, keep, *linears[0], *linears[1])
 
     def backward(self, kept: Kept, batch: int, dy: Tensor) -> tuple[Tensor, None]:
         *of_norm, of_y, wide, inner, keep, weight1, bias1, weight2, bias2 = kept
+        of_y = self.norm.again(of_norm) if of_y is None else of_y
         d = drop_others(in_dtype(dy, weight2.dtype), keep, self.dropout)  # [s/tp b, h]
         d = gather_sequence(d, self.fc2.route.tp)  # [s b, h]
         dwide = product(d, weight2)  # [s b, f/tp]
@@ -144,7 +153,7 @@ class MlpHalf:
 
 class LayerHalves:
     """The layer: x [s, b, h] -> [s, b, h] (sequence parallel: [s/tp, b, h]). Communicates over tp. mlp: None for the
-    first half alone."""
+    first half alone, where the other one is left to its modules."""
 
     def __init__(self, into: IntoAttention, out_of: OutOfAttention, mlp: MlpHalf | None) -> None:
         self.into, self.out_of, self.mlp = into, out_of, mlp

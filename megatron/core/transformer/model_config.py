@@ -179,7 +179,9 @@ class TransformerConfig:
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
         None, "arithmetic of the router's product", derived="of the weights", weights=True
     )
-    moe_router_load_balancing_type: tuple[Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"], ...] = arg(
+    moe_router_load_balancing_type: tuple[
+        Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"], ...
+    ] = arg(
         ("aux_loss",),
         "what keeps experts equally busy: losses, each with its coefficient; choosing by sinkhorn; or none",
     )
@@ -232,7 +234,9 @@ class TransformerConfig:
     recompute_num_layers: Layers | None = arg(
         None, "layers per recomputed chunk (uniform), or recomputed layers (block)", unit="layers"
     )
-    recompute_modules: tuple[str, ...] = arg(("core_attn",), "what selective recompute drops")
+    recompute_modules: tuple[
+        Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...
+    ] = arg(("core_attn",), "what selective recompute drops: what these parts of a layer keep")
     keep_activation_output: bool = arg(
         False,
         "keep what the MLP's activation function gives, instead of computing it again in the backward: faster where "
@@ -240,6 +244,9 @@ class TransformerConfig:
         ours=True,
     )
     recompute_activations: bool = arg(False, "short for --recompute-granularity selective")
+    moe_layer_recompute: bool = arg(
+        False, "older spelling: --recompute-granularity selective with moe among --recompute-modules"
+    )
 
     def resolved(self) -> "TransformerConfig":
         """Sizes that follow from others filled in; what is given stays as it is."""
@@ -275,6 +282,10 @@ class TransformerConfig:
     def attention_output_bias(self) -> bool:
         """The attention's output projection has a bias."""
         return self.add_bias_linear or self.add_attention_output_bias
+
+    def recomputes(self, module: str) -> bool:
+        """Whether what this part of a layer keeps is dropped, and computed again in the backward."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     def recompute_chunks(self, num_layers: int) -> list[tuple[int, int, bool]]:
         """(first, end, whether activations are computed again in the backward) of runs of a stage's layers.

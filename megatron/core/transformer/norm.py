@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,10 @@ class Norm(SinkModule):
         y = in_dtype((wide * rstd).mul_(self.factor(weight, work)), weight.dtype)
         return y, (x, weight, None, None, rstd)
 
+    def again(self, kept: Kept) -> Tensor:
+        """y, computed from what `normalise` kept."""
+        return self.normalise(*kept[:3])[0]
+
     def backward(self, kept: Kept, dy: Tensor) -> Tensor:
         """dx in memory of its own, of x's dtype. The gradients of weight and bias go to the sink."""
         x, weight, bias, mean, rstd = kept
@@ -117,3 +122,15 @@ class _Norm(NamedTuple):
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
         return (self.norm.backward(kept, dy),)
+
+
+def norm_again(y: Tensor) -> Callable[[], Tensor] | None:
+    """What computes y once more, where y is what a norm has just given; None otherwise (somebody's hook has changed it,
+    or nothing asks for a gradient). It has copies of the norm's weights, which may be gone by then."""
+    node: Any = y.grad_fn
+    function = getattr(node, "function", None)
+    if not isinstance(function, _Norm):
+        return None
+    x, *parameters = node.saved_tensors[:3]
+    kept = x, *(one if one is None else one.detach().clone() for one in parameters)
+    return lambda: function.norm.again(kept)

@@ -9,11 +9,13 @@ through saved-tensor hooks; stateless dropout makes the former pointless.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.module import ModelContext
 
@@ -55,3 +57,34 @@ def recomputed(
     if not torch.is_grad_enabled():
         return segment(*inputs)
     return _Recompute.apply(segment, context, anchor, *inputs)
+
+
+class _Again:
+    """A tensor in several nodes' hands that none of them keeps: the first that asks in the backward has it computed,
+    the last lets it go."""
+
+    def __init__(self, y: Tensor, compute: Callable[[], Tensor]) -> None:
+        self._place, self._compute = y.untyped_storage()._cdata, compute
+        self._y: Tensor | None = None
+        self._left = 0
+
+    def pack(self, tensor: Tensor) -> Tensor | torch.Size:
+        if tensor.untyped_storage()._cdata != self._place:
+            return tensor
+        self._left += 1
+        return tensor.shape
+
+    def unpack(self, packed: Tensor | torch.Size) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        y = self._compute() if self._y is None else self._y
+        self._left -= 1
+        self._y = y if self._left > 0 else None
+        return y.view(packed)
+
+
+def computed_again(y: Tensor, compute: Callable[[], Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """What is computed inside keeps `compute` in place of y, and of its views of other shapes. compute: once more,
+    without a graph."""
+    again = _Again(y, compute)
+    return saved_tensors_hooks(again.pack, again.unpack)

@@ -219,8 +219,7 @@ class SelfAttention(nn.Module):
         self.core_attention = CoreAttention(config, context, layer, tp.shard_rank)
         bias = config.attention_output_bias
         self.linear_proj = RowParallelLinear(heads * dim, hidden, factory.at("linear_proj"), bias=bias)
-        selective = config.recompute_granularity == "selective"
-        self.recompute_core = selective and "core_attn" in config.recompute_modules
+        self.recompute_core = config.recomputes("core_attn")
 
     def forward(
         self,

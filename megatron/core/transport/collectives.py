@@ -50,6 +50,13 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", *, async_op: bool 
     return Call("all_reduce", group, lambda: (start, None, ()), (tensor,), tensor.nbytes).launch(async_op)
 
 
+def mean_over(tensor: Tensor, group: Group) -> Tensor:
+    """The mean of the group's tensors [...], in memory of its own."""
+    total = tensor.clone()
+    all_reduce(total, group)
+    return total.div_(group.size)
+
+
 def all_gather(output: Tensor, input: Tensor, group: Group, *, async_op: bool = False) -> Pending:
     """output [size * n] <- every rank's input [n], in group order. `input` may be a slice of `output`."""
     return all_gather_units([(output, input)], group, async_op=async_op)

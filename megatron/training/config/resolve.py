@@ -28,6 +28,7 @@ from megatron.core.optimizer.schedule_lengths import schedule_lengths
 from megatron.core.parallelism_config import asked_schedules
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.sharding_table import grads_are_sharded, weights_are_sharded
+from megatron.core.transformer.layer_table import expert_pattern
 from megatron.core.transport.rank_grid import RankGridError, check_instances
 from megatron.core.words import counted, size_text
 from megatron.training.config.config import DEFAULT_ORIGIN, FIELDS, Config
@@ -240,6 +241,23 @@ def padded_vocabulary_size(c: Context) -> int | None:
     if vocabulary is None or multiple < 1 or ranks < 1:
         return None
     return padded_vocabulary(vocabulary, multiple, ranks)
+
+
+def idle_modules(c: Context) -> str | None:
+    """Those of --recompute-modules that drop nothing, each with why; None where all do."""
+    sparse, pattern = bool(c.num_experts), tuple[int, ...]()
+    with contextlib.suppress(ValueError):  # a rule tells
+        pattern = expert_pattern(c.config.model) if sparse and c.num_layers else ()
+    why = {
+        "moe_act": "what the experts' activation gives is never kept, only what it is given",
+        "moe": "" if sparse else "without --num-experts",
+        "shared_experts": ""
+        if sparse and c.moe_shared_expert_intermediate_size
+        else "without shared experts",
+        "mlp": "every layer has experts" if pattern and all(pattern) else "",
+    }
+    idle = [f"{name} ({why[name]})" for name in c.recompute_modules if why.get(name)]
+    return f"--recompute-modules: no effect of {', '.join(idle)}" if idle else None
 
 
 def metrics_in_save(c: Context) -> str:

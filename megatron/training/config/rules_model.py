@@ -23,10 +23,6 @@ def several_activations(c: RuleContext) -> str | None:
     return c.exclusive(*ACTIVATIONS)
 
 
-def other_modules(c: RuleContext) -> str:
-    return " ".join(name for name in c.recompute_modules if name != "core_attn")
-
-
 def groups_apart(c: RuleContext) -> bool:
     """Whether neither of query groups and tensor parallel size divides the other."""
     groups, tp = c.num_query_groups, c.tensor_model_parallel_size

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.random import fill
 from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.transport import host_data
-from megatron.core.transport.collectives import broadcast_weights
+from megatron.core.transport.collectives import broadcast_weights, mean_over
 from megatron.core.transport.imagined import ImaginedWorld
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.config.config import Config
@@ -124,6 +124,8 @@ def build_engine(
             raise UnsplittableError(why)
     modules, sinks = [chunk.module for chunk in chunks], [chunk.sink for chunk in chunks]
     _join_uses(modules)
+    for chunk in chunks if ps.dp_size > 1 else ():
+        chunk.context.counts.mean_over_dp = functools.partial(mean_over, group=ps.dp_group)
     meta: dict[str, ParamMeta] = {}
     for module in modules:
         meta.update(module.param_meta if isinstance(module, MegatronModule) else infer_param_meta(module))

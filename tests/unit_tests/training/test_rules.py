@@ -68,7 +68,12 @@ BAD = [
     ("--padded-vocab-size 200", "vocabulary"),
     ("--recompute-granularity full", "recompute"),
     ("--recompute-activations --recompute-granularity full", "recompute"),
-    ("--recompute-granularity selective --recompute-modules mlp", "recompute-modules"),
+    ("--recompute-granularity selective --recompute-modules mla_up_proj", "value"),
+    (
+        "--num-experts 8 --moe-layer-recompute --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+        "recompute",
+    ),
     ("--data-path x", "data"),
     ("--split 1,2,3,4", "split"),
     ("--multiple-validation-sets", "validation-sets"),

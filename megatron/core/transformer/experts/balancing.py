@@ -26,12 +26,18 @@ def probabilities(config: TransformerConfig, logits: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def load_balancing_loss(scores: Tensor, k: int) -> Tensor:
-    """E / (k T^2) sum over experts of (sum over tokens of its scores) x (tokens that choose it): 1 in perfect balance.
-    scores [..., T, E]; the mean over leading dims. Choices are the k largest scores. Source: arXiv 2101.03961, 2.2."""
-    tokens, experts = scores.shape[-2:]
+def tokens_that_choose(scores: Tensor, k: int) -> Tensor:
+    """[..., E] of scores [..., T, E]: whose k largest scores an expert is among."""
     choices = torch.zeros_like(scores, requires_grad=False).scatter_(-1, largest(scores.detach(), k), 1.0)
-    products = scores.sum(-2) * choices.sum(-2)
+    return choices.sum(-2)
+
+
+def load_balancing_loss(scores: Tensor, k: int, chosen_by: Tensor) -> Tensor:
+    """E / (k T^2) sum over experts of (sum over tokens of its scores) x (tokens that choose it): 1 in perfect balance.
+    scores [..., T, E]; the mean over leading dims. chosen_by: `tokens_that_choose`, or a mean of it over microbatches.
+    Source: arXiv 2101.03961, 2.2."""
+    tokens, experts = scores.shape[-2:]
+    products = scores.sum(-2) * chosen_by
     return products.sum(-1).mean() * (experts / (k * tokens**2))
 
 

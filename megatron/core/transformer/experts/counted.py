@@ -12,6 +12,7 @@ TOKENS, DROPPED, Z_LOSS = "tokens", "dropped", "z_loss"
 BALANCING = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
 }
 
 

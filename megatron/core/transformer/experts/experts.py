@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device import elements_at_a_time
 from megatron.core.param_meta import InitKind
 from megatron.core.protocols import Operand
 from megatron.core.rectangles import Dims
@@ -35,6 +36,8 @@ from megatron.core.transformer.experts.routing import Choices
 from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import in_dtype
+
+_WIDENED_ELEMENTS = 1 << 16  # of a temporary in fp32 on CPU: a third of the time that all rows at once take
 
 
 class ExpertLinear(SinkModule):
@@ -83,6 +86,7 @@ class Experts(nn.Module):
         super().__init__()
         self.tp, self.ranks, self.grouped = factory.tp, factory.experts, config.moe_grouped_gemm
         self.parts = factory.tp if self.ranks is None else self.ranks.etp  # who has which part of each expert
+        self.again = config.recomputes("moe")  # the activation's input is not kept
         self.activation = mlp_activation(config)
         hidden, bias, count = config.hidden_size, config.add_bias_linear, experts.num_experts
         parts = 2 if config.gated_linear_unit else 1
@@ -99,7 +103,8 @@ class Experts(nn.Module):
 
 
 class _Experts(NamedTuple):
-    """A `GradFunction` of x and the weights of rows. n: this rank's tokens."""
+    """A `GradFunction` of x and the weights of rows. n: this rank's tokens. What it keeps: moe_layer, [Note: experts
+    again]."""
 
     experts: Experts
     way: Dispatch
@@ -107,24 +112,27 @@ class _Experts(NamedTuple):
     def forward(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Kept]:
         experts, way, ends = self.experts, self.way, self.way.ends
         fc1, fc2 = experts.linear_fc1, experts.linear_fc2
-        rows, kept = way.rows_and_kept(x.flatten(0, 1), fc1.sink.keeps_gathered)  # [rows, h], of [n, h]
+        rows, of_x = way.rows_and_kept(x.flatten(0, 1), fc1.sink.keeps_gathered)  # [rows, h], of [n, h]
         weights = way.row_weights(weights)  # [rows]
-        wide = self._product(rows, fc1.weight.transpose(1, 2))  # [rows, f/tp], gated 2 f/tp
-        if fc1.bias is not None:
-            wide += _by_row(fc1.bias, ends)
+        wide = self._widened(rows, fc1.weight, fc1.bias)
         each = weights.unsqueeze(1)
-        inner = in_dtype(experts.activation.forward(wide) * each, wide.dtype)  # [rows, f/tp]
+        inner = _weigh(experts.activation.forward(wide), each)  # [rows, f/tp]
         out = self._product(inner, fc2.weight.transpose(1, 2))  # {+tp}[rows, h]
         if fc2.bias is not None and experts.parts.rank == 0:  # the sum over tp has it once
             out += in_dtype(_by_row(fc2.bias, ends) * each, out.dtype)
         sums = way.start_sums(out)()  # [n, h]
-        return sums.view(x.shape), (kept, wide, weights, fc1.weight, fc2.weight, fc2.bias)
+        kept = of_x, None if experts.again else wide, weights, fc1.weight, fc1.bias, fc2.weight, fc2.bias
+        return sums.view(x.shape), kept
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor]:
-        of_x, wide, weights, weight1, weight2, bias2 = kept
+        of_x, wide, weights, weight1, bias1, weight2, bias2 = kept
         experts, way, ends = self.experts, self.way, self.way.ends
         fc1, fc2, activation = experts.linear_fc1, experts.linear_fc2, experts.activation
-        each = weights.unsqueeze(1)
+        each, made = weights.unsqueeze(1), None
+        if wide is None:
+            again = way.rows_again(of_x)
+            made = again if isinstance(again, Tensor) else again.whole()
+            wide = self._widened(made, weight1, bias1)
         d = way.rows(in_dtype(dy, weight2.dtype).flatten(0, 1))  # [rows, h]
         dinner, inner = self._product(d, weight2), activation.forward(wide)  # [rows, f/tp]
         dweights = (dinner * inner).sum(-1, dtype=weights.dtype)  # {+tp}[rows]
@@ -132,10 +140,10 @@ class _Experts(NamedTuple):
             if experts.parts.rank == 0:
                 dweights += (d * _by_row(bias2, ends)).sum(-1, dtype=weights.dtype)
             fc2.put_bias(in_dtype(d * each, d.dtype), ends)
-        fc2.put_weight(in_dtype(inner * each, wide.dtype), d, ends)
-        d = activation.backward(wide, in_dtype(dinner * each, wide.dtype))  # gated [rows, 2 f/tp]
+        fc2.put_weight(_weigh(inner, each), d, ends)
+        d = activation.backward(wide, _weigh(dinner, each))  # gated [rows, 2 f/tp]
         del dinner, inner
-        rows = way.rows_again(of_x)
+        rows = way.rows_again(of_x) if made is None or fc1.sink.deferring else made
         if weight1.requires_grad and not (isinstance(rows, Tensor) or fc1.sink.deferring):
             rows.start()
         dx = way.start_sums(self._product(d, weight1))  # [n, h]
@@ -143,8 +151,26 @@ class _Experts(NamedTuple):
         fc1.put_bias(d, ends)
         return dx().view(dy.shape), way.weight_grads(dweights)
 
+    def _widened(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Through the first matrix: [rows, h] -> [rows, f/tp], gated [rows, 2 f/tp]."""
+        wide = self._product(rows, weight.transpose(1, 2))
+        if bias is not None:
+            wide += _by_row(bias, self.way.ends)
+        return wide
+
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         return products_by_expert(x, weight, self.way.ends, self.experts.grouped)
+
+
+def _weigh(x: Tensor, each: Tensor) -> Tensor:
+    """x [rows, n] times each [rows, 1], where x is: the product in the wider dtype is rounded once."""
+    dtype = torch.promote_types(x.dtype, each.dtype)
+    if dtype == x.dtype:
+        return x.mul_(each)
+    rows = max(1, elements_at_a_time(x, _WIDENED_ELEMENTS) // x.shape[1])
+    for part, of_part in zip(x.split(rows), each.split(rows), strict=True):
+        part.copy_(part.to(dtype).mul_(of_part))
+    return x
 
 
 def _by_row(bias: Tensor, ends: tuple[int, ...]) -> Tensor:

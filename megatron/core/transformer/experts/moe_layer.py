@@ -8,9 +8,11 @@ from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.sink_module import LayerFactory
 from megatron.core.transformer.experts.experts import Experts
 from megatron.core.transformer.experts.router import Router
+from megatron.core.transformer.experts.routing import Choices
 from megatron.core.transformer.experts.shared_experts import SharedExperts
 from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
+from megatron.core.transformer.recompute import recomputed
 
 
 class MoELayer(nn.Module):
@@ -18,6 +20,10 @@ class MoELayer(nn.Module):
     Communicates over tp.
 
     The experts run last, and first in the backward: their weights, most of a layer's, are gathered for them alone.
+
+    [Note: experts again] With `--recompute-modules moe` router, shared experts and experts keep their input alone. Each
+    is computed again by itself, where its backward begins, and of the experts what their activation is given: so that
+    other weights are not gathered beside theirs, and no second matrix is multiplied with twice.
     """
 
     def __init__(
@@ -29,6 +35,8 @@ class MoELayer(nn.Module):
         factory: LayerFactory,
     ) -> None:
         super().__init__()
+        self.context, self.again = context, config.recomputes("moe")
+        self.shared_again = self.again or config.recomputes("shared_experts")
         self.router = Router(config, context, layer, experts.num_experts, factory.at("router"))
         self.shared_experts: SharedExperts | None = None
         if experts.shared_width:
@@ -37,6 +45,29 @@ class MoELayer(nn.Module):
         self.experts = Experts(config, experts, factory.at("experts"))
 
     def forward(self, x: Tensor) -> Tensor:
-        shared = None if self.shared_experts is None else self.shared_experts(x)
-        routed = self.experts(x, self.router(x))
+        shared = self._shared(x)
+        routed = self.experts(x, self._choices(x) if self.again else self.router(x))
         return routed if shared is None else routed + shared
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        if self.shared_experts is None or not self.shared_again:
+            return None if self.shared_experts is None else self.shared_experts(x)
+        return recomputed(self.shared_experts, self.context, x, anchor=_trained(self.shared_experts))
+
+    def _choices(self, x: Tensor) -> Choices:
+        """Those of the router, whose weights alone are differentiated, and computed again."""
+        first: list[Choices] = []
+
+        def weights(x: Tensor) -> Tensor:
+            choices: Choices = self.router(x)
+            if not first:
+                first.append(choices)
+            return choices.weights
+
+        found = recomputed(weights, self.context, x, anchor=_trained(self.router))
+        return first[0]._replace(weights=found)
+
+
+def _trained(module: nn.Module) -> nn.Parameter | None:
+    """The first of its parameters that needs a gradient."""
+    return next((one for one in module.parameters() if one.requires_grad), None)

@@ -157,11 +157,16 @@ class Router(SinkModule):
 
     def _balanced(self, weights: Tensor, logits: Tensor, batch: int) -> Tensor:
         """The weights with the losses that balance experts, of `batch` sequences."""
+        k, context = self.config.moe_router_topk, self.context
         for word, coefficient in self.losses.items():
             scores = balancing.probabilities(self.config, logits)
             if word == "seq_aux_loss":
                 scores = scores.unflatten(0, (-1, batch)).transpose(0, 1)  # [b, s, experts]
-            loss = balancing.load_balancing_loss(scores, self.config.moe_router_topk)
+            chosen_by = balancing.tokens_that_choose(scores, k)
+            if word == "global_aux_loss":
+                mean = context.counts.running_mean(self.layer, context.microbatch, chosen_by)
+                chosen_by = in_dtype(mean, scores.dtype)
+            loss = balancing.load_balancing_loss(scores, k, chosen_by)
             weights = self._with_loss(weights, counted.BALANCING[word], loss, coefficient)
         return weights
 

@@ -35,9 +35,12 @@ class SharedExperts(SinkModule):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear_fc2(self.linear_fc1(x), activation=self.activation)
         if self.gate_weight is None:
-            return y
+            return self.linear_fc2(self.linear_fc1(x), activation=self.activation)
+        x = x.view_as(
+            x
+        )  # gradients of its two uses are added here, before the layer's others: also when recomputed
+        y = self.linear_fc2(self.linear_fc1(x), activation=self.activation)
         route = Route(self.sink, self.key("gate_weight"))
         gate = ReplicatedLinear(self.gate_weight, None, route, x.dtype)
         return y * apply(gate, x, parameters=(self.gate_weight,)).sigmoid()
