@@ -68,10 +68,10 @@ class PlainGPT(nn.Module):
 
 
 class PlainTrainer:
-    """fp32 weights; bf16 through autocast."""
+    """fp32 weights; bf16 through autocast. model: (tokens, labels) -> (logits, mean loss)."""
 
-    def __init__(self, shape: dict[str, int], dtype: torch.dtype) -> None:
-        self.model = PlainGPT(**shape)
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.model = model
         decay = [p for p in self.model.parameters() if p.dim() > 1]
         rest = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -81,6 +81,12 @@ class PlainTrainer:
         )
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+        loss = self.gradients(batches)
+        self.update()
+        return loss
+
+    def gradients(self, batches: list[tuple[Tensor, Tensor]]) -> float:
+        """Forward and backward; the mean loss."""
         total = 0.0
         for tokens, labels in batches:
             with self.autocast:
@@ -88,10 +94,13 @@ class PlainTrainer:
                 loss = loss / len(batches)
             loss.backward()
             total += loss.item()
+        return total
+
+    def update(self) -> None:
+        """Clip, and one step of the optimizer."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return total
 
 
 def copy_weights(ours: Mapping[str, Tensor], plain: nn.Module, heads: int) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plain_gpt import PlainTrainer, copy_weights, set_schedule
+from benchmarks.plain_gpt import PlainGPT, PlainTrainer, copy_weights, set_schedule
 from megatron.core.device import Device
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -55,11 +55,11 @@ class Trainer(Protocol):
 
 
 class OurTrainer:
-    """GPTModel over the flat buffer and the optimizer of the trainer, in a data parallel world of one."""
+    """GPTModel over the flat buffer and the optimizer of the trainer, in a data parallel world of one. model: further
+    settings of it."""
 
-    def __init__(self, shape: dict[str, int], dtype: torch.dtype, keeps_output: bool = False) -> None:
+    def __init__(self, shape: dict[str, int], dtype: torch.dtype, **model: Any) -> None:
         config = TransformerConfig(
-            keep_activation_output=keeps_output,
             num_layers=shape["layers"],
             hidden_size=shape["hidden"],
             num_attention_heads=shape["heads"],
@@ -67,6 +67,7 @@ class OurTrainer:
             max_position_embeddings=shape["seq"],
             attention_dropout=0.0,
             hidden_dropout=0.0,
+            **model,
         ).resolved()
         optimizer = OptimizerConfig(
             lr=3e-4, weight_decay=0.1, adam_beta2=0.95, bf16=dtype == torch.bfloat16, clip_grad=1.0
@@ -81,21 +82,34 @@ class OurTrainer:
         set_schedule(self.optimizer.param_groups, optimizer.lr, optimizer.weight_decay)
 
     def step(self, batches: Batches) -> float:
+        loss = self.gradients(batches)
+        self.update(len(batches))
+        return loss
+
+    def gradients(self, batches: Batches) -> float:
+        """Forward and backward; the mean loss."""
         total = 0.0
-        positions = torch.arange(batches[0][0].shape[1]).expand_as(batches[0][0])
         self.model.begin_step(len(batches))
         for index, (tokens, labels) in enumerate(batches):
             self.gpt.context.begin_microbatch(0, index, index)
-            losses = self.model(tokens, positions, labels=labels)
-            loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
-            loss = loss_sum / num_tokens
+            loss = self.loss(tokens, labels)
             loss.backward()
             total += loss.item() / len(batches)
         self.model.finish()
-        divisor = float(len(batches))
+        return total
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The mean of a microbatch."""
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        losses = self.model(tokens, positions, labels=labels)
+        loss_sum, num_tokens, _ = gpt_loss(torch.ones_like(losses), losses)
+        return loss_sum / num_tokens
+
+    def update(self, num_microbatches: int = 1) -> None:
+        """Clip, and one step of the optimizer."""
+        divisor = float(num_microbatches)
         stats = self.optimizer.prepare(divisor)
         self.optimizer.step(divisor, clip_coefficient(stats.norm, 1.0))
-        return total
 
 
 def make_batches(micro_batch: int, args: argparse.Namespace) -> Batches:
@@ -114,10 +128,11 @@ def timed(trainer: Trainer, batches: Batches) -> tuple[float, float, float]:
 def time_case(dtype: str, micro_batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Interleaved steps of both; medians and the median ratio of the pairs."""
     batches = make_batches(micro_batch, args)
-    ours = OurTrainer(shape_of(args), DTYPES[dtype], args.keep_activation_output)
-    plain = PlainTrainer(shape_of(args), DTYPES[dtype])
+    shape, keeps = shape_of(args), args.keep_activation_output
+    ours = OurTrainer(shape, DTYPES[dtype], keep_activation_output=keeps)
+    plain = PlainTrainer(PlainGPT(**shape), DTYPES[dtype])
     weights = {name: ours.model.buffer.main_weight(name) for name in ours.gpt.param_meta}
-    copy_weights(weights, plain.model, shape_of(args)["heads"])
+    copy_weights(weights, plain.model, shape["heads"])
     trainers: dict[str, Trainer] = {"ours": ours, "plain": plain}
     losses = {name: timed(trainer, batches)[0] for name, trainer in trainers.items()}  # warm-up
     tolerance = 1e-4 if dtype == "fp32" else 2e-2
@@ -149,7 +164,11 @@ def measure_memory(args: argparse.Namespace) -> None:
     torch.randn(64, 64) @ torch.randn(64, 64)
     before = resident_bytes("VmRSS")
     shape, dtype, keeps = shape_of(args), DTYPES[args.dtypes[0]], args.keep_activation_output
-    trainer = OurTrainer(shape, dtype, keeps) if args.memory_of == "ours" else PlainTrainer(shape, dtype)
+    trainer: Trainer
+    if args.memory_of == "ours":
+        trainer = OurTrainer(shape, dtype, keep_activation_output=keeps)
+    else:
+        trainer = PlainTrainer(PlainGPT(**shape), dtype)
     trainer.step(batches)
     Path("/proc/self/clear_refs").write_text(
         "5"

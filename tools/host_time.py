@@ -29,10 +29,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.plain_gpt import PlainTrainer
+from benchmarks.plain_gpt import PlainGPT, PlainTrainer
 from benchmarks.single_process import DTYPES, OurTrainer, make_batches, shape_of
 from megatron.core.words import column, decimal
 
@@ -113,7 +114,13 @@ class Contestant:
             recorded.calls |= {part: [] for part in self.places}
             with self._wrapped(switched):
                 self.trainer.step(self.batches)
-        return {part: recorded.calls[part] for part in ("forward", "backward")}
+        calls = {part: recorded.calls[part] for part in ("forward", "backward")}
+        for tensor in tree_leaves(list(calls.values())):
+            if isinstance(tensor, Tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
+                # Given back before the end of the step: its calls are made again, over anything.
+                size = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+                tensor.untyped_storage().resize_(int(size))
+        return calls
 
     @contextmanager
     def _wrapped(self, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
@@ -150,7 +157,8 @@ def counts(contestant: Contestant, hidden: int, seq: int, dtype: torch.dtype) ->
     """Of one layer and microbatch: autograd's nodes and Python's Functions; of the whole step: calls of ATen."""
     trainer = contestant.trainer
     ours = isinstance(trainer, OurTrainer)
-    layer = trainer.gpt.decoder.layers["0"] if isinstance(trainer, OurTrainer) else trainer.model.blocks[0]
+    name = "decoder.layers.0" if ours else "blocks.0"
+    layer = (trainer.gpt if isinstance(trainer, OurTrainer) else trainer.model).get_submodule(name)
     x = torch.randn(seq, 1, hidden) if ours else torch.randn(1, seq, hidden)
     x = (x.to(dtype) if ours else x).requires_grad_()
     nodes, functions = nodes_behind(layer(x), x)
@@ -162,8 +170,10 @@ def profile(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     shape = shape_of(args)
     batches = make_batches(args.micro_batch, args)
     pair = {
-        "ours": Contestant(OurTrainer(shape, DTYPES[dtype], args.keep_activation_output), batches),
-        "plain": Contestant(PlainTrainer(shape, DTYPES[dtype]), batches),
+        "ours": Contestant(
+            OurTrainer(shape, DTYPES[dtype], keep_activation_output=args.keep_activation_output), batches
+        ),
+        "plain": Contestant(PlainTrainer(PlainGPT(**shape), DTYPES[dtype]), batches),
     }
     for step in range(args.steps):
         for name in ("ours", "plain") if step % 2 else ("plain", "ours"):

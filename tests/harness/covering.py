@@ -1,8 +1,8 @@
-"""A covering array of the ways in which eight ranks can train: every pair of choices that go together, and every
-triple of strategy, schedule and policy, in few cases.
+"""Covering arrays of the ways in which eight ranks can train: every pair of choices that go together, in few cases. Of
+dense models every triple of strategy, schedule and policy besides; of models with experts see `experts_cases`.
 
-`python -m tests.harness.covering` writes the array (tests/parity/one_plan_cases.txt): greedy, from a fixed seed. The
-test reads the file and checks what it covers by itself.
+`python -m tests.harness.covering` writes that of dense models (tests/parity/one_plan_cases.txt): greedy, from a fixed
+seed. The test reads the file and checks what it covers by itself.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
-FILE = Path(__file__).resolve().parent.parent / "parity" / "one_plan_cases.txt"
+FOLDER = Path(__file__).resolve().parent.parent / "parity"
 WORLD_SIZE = 8
 SEED = 13
 CANDIDATES = 40  # drawn for each case; the one that covers most is taken
@@ -41,6 +42,9 @@ Pair = tuple[tuple[str, object], ...]
 class Case:
     """recompute: none, selective, or full with so many layers together. padded: fewer layers than stages can share
     evenly. validated: optimizer steps are validated afterwards, and clipped, so that each is taken back once."""
+
+    choices: ClassVar[dict[str, tuple[object, ...]]] = CHOICES
+    together: ClassVar[tuple[str, ...]] = DEEP  # covered as one, beside the pairs
 
     tp: int
     pp: int
@@ -80,27 +84,35 @@ class Case:
 
     @property
     def covers(self) -> set[Pair]:
-        """Pairs of choices, data parallel ranks among them, and the triple of `DEEP`."""
-        chosen = [(name, getattr(self, name)) for name in (*CHOICES, "dp")]
-        deep = tuple((name, getattr(self, name)) for name in DEEP)
+        """Pairs of choices, data parallel ranks among them, and those that are covered together."""
+        chosen = [(name, getattr(self, name)) for name in (*self.choices, "dp")]
+        deep = tuple((name, getattr(self, name)) for name in self.together)
         return {*itertools.combinations(chosen, 2), deep}
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={getattr(self, name)}" for name in CHOICES)
+        return " ".join(f"{name}={getattr(self, name)}" for name in self.choices)
 
 
-def parsed(line: str) -> Case:
+C = TypeVar("C", bound=Case)
+
+
+def parsed(kind: type[C], line: str) -> C:
     """The case that `str` wrote."""
     told = dict(word.split("=") for word in line.split())
-    by_text = {name: {str(one): one for one in values} for name, values in CHOICES.items()}
-    return Case(**{name: by_text[name][told[name]] for name in CHOICES})
+    by_text = {name: {str(one): one for one in values} for name, values in kind.choices.items()}
+    return kind(**{name: by_text[name][told[name]] for name in kind.choices})
 
 
-def read_cases() -> list[Case]:
-    return [parsed(line) for line in FILE.read_text().splitlines()]
+def read_cases(kind: type[C], name: str) -> list[C]:
+    return [parsed(kind, line) for line in (FOLDER / name).read_text().splitlines()]
+
+
+def write_cases(name: str, cases: Iterable[Case]) -> None:
+    (FOLDER / name).write_text("".join(f"{case}\n" for case in cases))
 
 
 def every_case() -> Iterator[Case]:
+    """Of dense models."""
     for values in itertools.product(*CHOICES.values()):
         case = Case(*values)  # type: ignore[arg-type]
         if case.is_possible:
@@ -112,10 +124,9 @@ def to_cover(cases: Iterable[Case]) -> set[Pair]:
     return {one for case in cases for one in case.covers}
 
 
-def covering_array() -> list[Case]:
+def covering_array(possible: Sequence[C]) -> list[C]:
     """Greedy: of some that cover what is missing, the one that covers most."""
     draw = random.Random(SEED)
-    possible = list(every_case())
     of: dict[Pair, list[int]] = {}
     covers = [case.covers for case in possible]
     for at, pairs in enumerate(covers):
@@ -133,4 +144,4 @@ def covering_array() -> list[Case]:
 
 
 if __name__ == "__main__":
-    FILE.write_text("".join(f"{case}\n" for case in covering_array()))
+    write_cases("one_plan_cases.txt", covering_array(list(every_case())))

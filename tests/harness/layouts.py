@@ -133,16 +133,18 @@ def plan_ahead(layout: Layout, words: Sequence[str], *, global_batch: int = 8) -
 
 @functools.cache
 def _config(world_size: int, layout: Layout, words: tuple[str, ...], global_batch: int) -> Config:
-    """The same on all ranks."""
-    flags = [*MODEL, "--global-batch-size", str(global_batch), *words, *layout.flags]
+    """The same on all ranks. global_batch: in microbatches."""
+    sizes = [*MODEL, *words]
+    samples = int(sizes[len(sizes) - sizes[::-1].index("--micro-batch-size")])
+    flags = [*MODEL, "--global-batch-size", str(global_batch * samples), *words, *layout.flags]
     return parse_config(flags, env=LaunchEnv(world_size=world_size))
 
 
 class Run:
     """The trainer's engine on this rank, with `layout` over all ranks of `ctx`.
 
-    masked: a part of the tokens does not count, in every microbatch another. Runs of one fork share communicators where
-    their ranks are laid out alike.
+    global_batch: microbatches of a step, over all ranks. masked: a part of the tokens does not count, in every
+    microbatch another. Runs of one fork share communicators where their ranks are laid out alike.
     """
 
     def __init__(
@@ -198,7 +200,9 @@ class Run:
     def microbatches(self, step: int) -> Iterator[dict[str, Tensor]]:
         """This rank's, of one step."""
         for index in range(self.num_microbatches):
-            yield microbatch(step, index * self.ps.dp_size + self.ps.dp_rank, masked=self.masked)
+            place = index * self.ps.dp_size + self.ps.dp_rank
+            samples = self.config.training.micro_batch_size
+            yield microbatch(step, place, masked=self.masked, samples=samples)
 
     # What this rank holds ---------------------------------------------------------------------------------
 
@@ -268,9 +272,9 @@ def _parallel_state(
     return ctx.make_ps(tp=tp, pp=pp, dp=dp, instances=instances, experts=experts)
 
 
-def microbatch(step: int, index: int, *, masked: bool = False) -> dict[str, Tensor]:
+def microbatch(step: int, index: int, *, masked: bool = False, samples: int = 1) -> dict[str, Tensor]:
     """Global microbatch `index` of a step: two global batches in turn, so that ten steps learn something."""
-    tokens, labels, positions = tiny_batch(seed=100 * (step % 2) + index, batch=1)
+    tokens, labels, positions = tiny_batch(seed=100 * (step % 2) + index, batch=samples)
     mask = torch.ones(labels.shape)
     if masked:
         mask[:, : 1 + (3 * index + step) % 11] = 0

@@ -56,8 +56,8 @@ def words(router, *more):
 class CountingRun(Run):
     """Keeps what layers have counted, by step."""
 
-    def __init__(self, ctx, layout, words):
-        super().__init__(ctx, layout, words)
+    def __init__(self, ctx, layout, words, **more):
+        super().__init__(ctx, layout, words, **more)
         self.counts = []
         train = self.runner.train
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness.covering import DEEP, WORLD_SIZE, every_case, read_cases, to_cover
+from tests.harness.covering import DEEP, WORLD_SIZE, Case, every_case, read_cases, to_cover
 from tests.harness.layouts import (
     CLIP,
     NO_DROPOUT,
@@ -33,7 +33,7 @@ STEPS = 2
 UNTIED = "--untie-embeddings-and-output-weights"
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
 STRATEGY = {"HSDP": "optim_grads_params", "HFSDP": "optim_grads_params"}
-CASES = read_cases()
+CASES = read_cases(Case, "one_plan_cases.txt")
 PARTS = 12  # of the whole array, each of some minutes: --lf goes on where a run was stopped
 
 

@@ -17,15 +17,15 @@ from torch import Tensor
 from megatron.core.transformer.model_config import TransformerConfig
 
 Elementwise = Callable[[Tensor], Tensor]
-Derivative = Callable[[Tensor, Tensor], Tensor]  # (dy, x) -> dx, as torch's own
+Derivative = Callable[..., Tensor]  # (dy, x, grad_input=dx) -> dx, as torch's own
 
-_GELU = F.gelu, torch.ops.aten.gelu_backward.default
+_GELU = F.gelu, torch.ops.aten.gelu_backward.grad_input
 _GELU_TANH = functools.partial(_GELU[0], approximate="tanh"), functools.partial(_GELU[1], approximate="tanh")
 
 
 class MlpActivation(NamedTuple):
-    """forward(x); backward(x, dy) -> dx, of the shape of x. keeps_output: for the weight gradient behind it, which else
-    has it computed again."""
+    """forward(x); backward(x, dy) -> dx, of the shape of x, which writes to dy, too. keeps_output: for the weight
+    gradient behind it, which else has it computed again."""
 
     forward: Elementwise
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -33,7 +33,7 @@ class MlpActivation(NamedTuple):
 
 
 def _plain(forward: Elementwise, derivative: Derivative) -> MlpActivation:
-    return MlpActivation(forward, lambda x, dy: derivative(dy, x))
+    return MlpActivation(forward, lambda x, dy: derivative(dy, x, grad_input=dy))
 
 
 def _gated(forward: Elementwise, derivative: Derivative) -> MlpActivation:
@@ -48,7 +48,7 @@ def _gated(forward: Elementwise, derivative: Derivative) -> MlpActivation:
         dx = torch.empty_like(x)
         dgate, dup = dx.chunk(2, dim=-1)
         torch.mul(forward(gate), dy, out=dup)
-        dgate.copy_(derivative(dy * up, gate))
+        derivative(dy.mul_(up), gate, grad_input=dgate)
         return dx
 
     return MlpActivation(gated_forward, gated_backward)
@@ -58,20 +58,24 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return torch.sigmoid(x * 1.702).mul_(x)
 
 
-def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+def _quick_gelu_backward(dy: Tensor, x: Tensor, grad_input: Tensor) -> Tensor:
     share = torch.sigmoid(x * 1.702)
     # d(x s(ax))/dx = s (1 + a x (1 - s))
-    return (1.0 - share).mul_(x).mul_(1.702).add_(1.0).mul_(share).mul_(dy)
+    return torch.mul((1.0 - share).mul_(x).mul_(1.702).add_(1.0).mul_(share), dy, out=grad_input)
+
+
+def _squared_relu_backward(dy: Tensor, x: Tensor, grad_input: Tensor) -> Tensor:
+    return torch.mul(F.relu(x).mul_(dy), 2.0, out=grad_input)
 
 
 GELU = _plain(*_GELU)
 # By the flag that asks for it, in the order of docs/model.md.
 BY_FLAG = {
-    "swiglu": _gated(F.silu, torch.ops.aten.silu_backward.default),
+    "swiglu": _gated(F.silu, torch.ops.aten.silu_backward.grad_input),
     "quick_geglu": _gated(_quick_gelu, _quick_gelu_backward),
     "geglu": _gated(*_GELU),
     "geglu_tanh": _gated(*_GELU_TANH),
-    "squared_relu": _plain(lambda x: F.relu(x).square_(), lambda dy, x: F.relu(x).mul_(dy).mul_(2.0)),
+    "squared_relu": _plain(lambda x: F.relu(x).square_(), _squared_relu_backward),
     "openai_gelu": _plain(*_GELU_TANH),
 }
 

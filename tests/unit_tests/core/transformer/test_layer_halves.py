@@ -43,6 +43,15 @@ def test_a_model_is_a_function_each_layer_and_each_end(flags):
     assert nodes_behind(losses, tokens) == (2 + len(model.decoder.layers),) * 2
 
 
+def test_a_second_backward_through_one_loss_is_an_error():
+    model, tokens = tiny_model(params_dtype=torch.float32), torch.zeros(2, SEQ, dtype=torch.int64)
+    model.bind_new_grads()
+    loss = model(tokens, torch.arange(SEQ).expand(2, -1), labels=tokens).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def gradients(model, split=False):
     """(loss, all gradients) of a microbatch in `backward` mode or split into B and W."""
     sink = model.context.grads
