@@ -116,7 +116,9 @@ class Device:
 
     def free_bytes(self) -> int | None:
         """Of the device's memory, what nobody holds and what torch has put by; on CPU of the machine's, None where the
-        system does not say."""
+        system does not say, or where it is imagined."""
+        if self.imagined:
+            return None
         if self._is_cuda:
             free, _ = torch.cuda.mem_get_info(self.index)
             kept = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)

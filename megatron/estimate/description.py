@@ -230,13 +230,19 @@ class ModelDescription:
     ) -> ModelPiece:
         """Any part of the model as one piece. layers: their numbers. chunks: `TransformerConfig.recompute_chunks` of
         them."""
+        return functools.reduce(ModelPiece.then, self.stage_pieces(layers, chunks, embeds=embeds, ends=ends))
+
+    def stage_pieces(
+        self, layers: Sequence[int], chunks: Iterable[tuple[int, int, bool]], *, embeds: bool, ends: bool
+    ) -> list[ModelPiece]:
+        """Of `stage`, in the order of the forward."""
         found = self.pieces(layers, chunks, embeds=embeds, ends=ends)
         pieces = [renumbered(*one) for one in found]
         hidden = self.hidden_bytes
         if not pieces:  # it hands on what it gets
             pieces = [ModelPiece({}, Ends(hidden, hidden), dict.fromkeys(COMPUTATIONS, 0))]
         kept = dataclasses.replace(pieces[0].ends, keeps_input=not embeds)  # a stage keeps what it was handed
-        return functools.reduce(ModelPiece.then, pieces[1:], dataclasses.replace(pieces[0], ends=kept))
+        return [dataclasses.replace(pieces[0], ends=kept), *pieces[1:]]
 
 
 def renumbered(piece: ModelPiece, old: Sequence[int], new: Sequence[int]) -> ModelPiece:

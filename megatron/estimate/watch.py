@@ -12,14 +12,13 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.core.module import MegatronModule
 from megatron.estimate.description import OUTSIDE, ComputationFigures
@@ -31,27 +30,22 @@ _KERNELS = "_scaled_dot_product"
 Handed = tuple[torch.Size, torch.dtype]
 
 
-class Watch(TorchDispatchMode):
-    """Inside `with`, in this thread. model: whose gradients go to buffers of this dtype, made here.
+class StorageWatch(TorchDispatchMode):
+    """Inside `with`, in this thread: what is made, and whose it is.
 
-    parameters: elements by path. It is the listener of the model's sink.
+    device: whose tensors count. paths: by identity, of modules, and of other objects or classes whose methods make
+    tensors. owned: tensors that are there before, with the paths of theirs.
     """
 
-    def __init__(self, model: MegatronModule, main_grads: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, paths: Mapping[int, str], owned: Iterable[tuple[str, Tensor]]
+    ) -> None:
         super().__init__()
-        named, sink = list(model.named_parameters()), model.context.grads
-        self.device = named[0][1].device
-        shapes = {key: meta.local_shape for meta in model.param_meta.values() for key in meta.grad_keys}
-        sink.bind_new(shapes, main_grads, self.device)
-        sink.bind(sink.main_grads, self)
-        self.parameters = Counter[str]()
-        for name, parameter in named:
-            self.parameters[_path_of(name)] += parameter.numel()
-        self._paths = {id(module): path for path, module in model.named_modules()}
-        held = [*named, *model.named_buffers(), *sink.main_grads.items()]
-        self._owners = {place_of(tensor): _path_of(name) for name, tensor in held}
+        self.device, self._paths = device, dict(paths)
+        self._owners = {place_of(tensor): path for path, tensor in owned}
         # By place: whose, bytes, in which computation, and what tells of their end.
         self._live: dict[int, tuple[str, int, int, object]] = {}
+        self._sizes = Counter[str]()  # of what lives, by path
         self._computation = 0
         self._of_nodes: dict[int, str] = {}
         self._added_to: str | None = None
@@ -78,10 +72,7 @@ class Watch(TorchDispatchMode):
 
     def held(self) -> Counter[str]:
         """Bytes that are there now, by the path of who made them."""
-        sizes = Counter[str]()
-        for path, num_bytes, *_ in self._live.values():
-            sizes[path] += num_bytes
-        return sizes
+        return +self._sizes
 
     def maker(self, tensor: Tensor | None) -> str:
         """The path of who made a tensor."""
@@ -95,16 +86,6 @@ class Watch(TorchDispatchMode):
         self._added_to = None
         return tensor
 
-    # --- the sink's listener
-
-    def grad_begins(self, key: str) -> bool:
-        """As in a microbatch after the first."""
-        self._added_to = _path_of(key)
-        return False
-
-    def grad_ready(self, key: str, microbatch: int) -> None:
-        self._added_to = None
-
     # --- operations
 
     @classmethod
@@ -115,16 +96,19 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = _tensors(args, kwargs)
+        inputs = tensors_in(args, kwargs)
         path = self._owner(inputs)
-        out = func(*args, **(kwargs or {}))
-        outputs = _tensors(out)
+        out = self._call(func, inputs, args, kwargs or {})
+        outputs = tensors_in(out)
         self._count(func, inputs, outputs, args, path)
         known = {place_of(tensor) for tensor in inputs}
         for tensor in outputs:
             if place_of(tensor) not in known:
                 self._see(tensor, path)
         return out
+
+    def _call(self, func: Any, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _owner(self, inputs: Sequence[Tensor]) -> str:
         """See [Note: whose it is]."""
@@ -133,7 +117,8 @@ class Watch(TorchDispatchMode):
         path = self._added_to or next((one for one in read if one is not None), None)
         frame: FrameType | None = sys._getframe(2)
         while path is None and frame is not None:
-            path, frame = self._paths.get(_owner_of(frame)), frame.f_back
+            own, kind = _owner_of(frame)
+            path, frame = self._paths.get(own, self._paths.get(kind)), frame.f_back
         if path is None:
             return "" if node is None else self._of_nodes.get(node._sequence_nr(), "")
         # The node of autograd that this operation is in the forward of was the last to be made.
@@ -161,6 +146,7 @@ class Watch(TorchDispatchMode):
         storage = tensor.untyped_storage()
         num_bytes, end = storage.nbytes(), weakref.ref(storage, lambda _: self._gone(place))
         self._live[place] = path, num_bytes, self._computation, end
+        self._sizes[path] += num_bytes
         self._now += num_bytes
         self._made[path] += num_bytes
         self.most = max(self.most, self._now)
@@ -168,18 +154,49 @@ class Watch(TorchDispatchMode):
 
     def _gone(self, place: int) -> None:
         path, num_bytes, computation, _ = self._live.pop(place)
+        self._sizes[path] -= num_bytes
         self._now -= num_bytes
         if computation == self._computation:
             self._made[path] -= num_bytes
 
 
-def _owner_of(frame: FrameType) -> int:
-    """The identity of a method's object."""
+class Watch(StorageWatch):
+    """A `StorageWatch` of a model whose gradients go to buffers of this dtype, made here.
+
+    parameters: elements by path. It is the listener of the model's sink.
+    """
+
+    def __init__(self, model: MegatronModule, main_grads: torch.dtype) -> None:
+        named, sink = list(model.named_parameters()), model.context.grads
+        device = named[0][1].device
+        shapes = {key: meta.local_shape for meta in model.param_meta.values() for key in meta.grad_keys}
+        sink.bind_new(shapes, main_grads, device)
+        sink.bind(sink.main_grads, self)
+        self.parameters = Counter[str]()
+        for name, parameter in named:
+            self.parameters[_path_of(name)] += parameter.numel()
+        held = [*named, *model.named_buffers(), *sink.main_grads.items()]
+        paths = {id(module): path for path, module in model.named_modules()}
+        super().__init__(device, paths, ((_path_of(name), tensor) for name, tensor in held))
+
+    # --- the sink's listener
+
+    def grad_begins(self, key: str) -> bool:
+        """As in a microbatch after the first."""
+        self._added_to = _path_of(key)
+        return False
+
+    def grad_ready(self, key: str, microbatch: int) -> None:
+        self._added_to = None
+
+
+def _owner_of(frame: FrameType) -> tuple[int, int]:
+    """The identities of a method's object and of its class."""
     code = frame.f_code
     if not code.co_argcount or code.co_varnames[0] != "self":
-        return 0
+        return 0, 0
     variables = frame.f_locals
-    owner = id(variables["self"])
+    owner = id(variables["self"]), id(type(variables["self"]))
     if isinstance(variables, dict):  # until Python 3.12 a copy, which would keep what the frame lets go
         variables.clear()
     return owner
@@ -195,8 +212,17 @@ def _path_of(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _tensors(*values: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Of arguments and results of operations: nothing but lists and tables of plain values lie around them."""
+    found: list[Tensor] = []
+    for one in values:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            found += tensors_in(*one)
+        elif isinstance(one, dict):
+            found += tensors_in(*one.values())
+    return found
 
 
 def _only_views(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:

@@ -8,6 +8,7 @@ the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ class NotInitializedError(RuntimeError):
 
 
 _GLOBALS: dict[str, Any] = {}  # the one place for what Megatron keeps global
+# In its place, of a rank that is one of several in this process.
+_OF_RANK: ContextVar[dict[str, Any] | None] = ContextVar("global variables of a rehearsed rank", default=None)
 _NAMES = frozenset(
     "config device parallel_state timers tokenizer tensorboard_writer wandb_writer num_microbatches "
     "global_batch_size batch_schedule".split()
@@ -56,21 +59,32 @@ def provide(**values: Any) -> None:
     _GLOBALS.update(values)
 
 
+def provide_here(**values: Any) -> None:
+    """From now on in this thread, these are all that is published: of one of several ranks of this process."""
+    _OF_RANK.set(values)
+
+
 def unset_global_variables() -> None:
     """Forget everything: the end of `pretrain`."""
     _GLOBALS.clear()
+
+
+def _known() -> dict[str, Any]:
+    here = _OF_RANK.get()
+    return _GLOBALS if here is None else here
 
 
 def _getter(name: str, what: str, missing: str = "made it") -> Callable[[], Any]:
     """`get_<name>`. Raises NotInitializedError."""
 
     def get() -> Any:
-        if name not in _GLOBALS:
+        known = _known()
+        if name not in known:
             raise NotInitializedError(
                 f"get_{name}() was called before initialize_megatron() or pretrain() had {missing}: call it after the "
                 "first, inside a provider or inside the forward step, not while the script is imported"
             )
-        return _GLOBALS[name]
+        return known[name]
 
     get.__name__, get.__doc__ = f"get_{name}", what
     return get
@@ -104,7 +118,7 @@ def get_current_global_batch_size() -> int:
 
 def print_rank_0(message: Any) -> None:
     """Print on rank 0 only; before `pretrain` has started, on every rank."""
-    if _GLOBALS.get("rank", 0) == 0:
+    if _known().get("rank", 0) == 0:
         say(message)
 
 
@@ -116,4 +130,4 @@ def print_rank_last(message: Any) -> None:
 
 def is_last_rank() -> bool:
     """Whether this is the rank that prints losses."""
-    return bool(_GLOBALS.get("rank", 0) == _GLOBALS.get("world_size", 1) - 1)
+    return bool(_known().get("rank", 0) == _known().get("world_size", 1) - 1)

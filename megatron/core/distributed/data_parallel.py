@@ -91,6 +91,7 @@ class DistributedDataParallel(GradSync):
         self.units = self._found.units
         names = [unit.name for unit in self.units]
         memory = self._new_memory()
+        self.slot_of_unit = memory.slot_of_unit
         unit_of = {name: unit.name for unit in self.units for name in unit.names}
         self.buffer = FlatBuffer(
             own.parameters,

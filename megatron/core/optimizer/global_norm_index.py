@@ -30,6 +30,7 @@ from megatron.core.module import ModelError
 from megatron.core.param_meta import Region
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
+from megatron.core.transport.host_data import host_values
 from megatron.core.transport.parallel_state import Group, ParallelState
 
 
@@ -104,7 +105,7 @@ class GlobalNormIndex:
     def whole(self, full: Tensor) -> list[list[float]]:
         """The rows of `place` with every rank's numbers, on the host. Communicates over mp or world."""
         collectives.all_reduce(full, self._group)
-        values: list[list[float]] = full.tolist()  # sync: figures that the host decides on
+        values: list[list[float]] = host_values(full)  # sync: figures that the host decides on
         return values
 
 

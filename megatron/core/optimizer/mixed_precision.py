@@ -38,6 +38,7 @@ from megatron.core.schema import Schema, integer, text
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives
 from megatron.core.transport.gloo_pairs import add_in_rank_order
+from megatron.core.transport.host_data import host_values
 from megatron.core.transport.parallel_state import ParallelState
 
 MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
@@ -125,7 +126,7 @@ class MixedPrecisionOptimizer(Stepper):
         if not self._index.over_world:  # data parallel ranks were not asked
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
             collectives.all_reduce(flag, self.ps.world_group, "max")
-            nonfinite = bool(flag.item())  # sync: the host decides whether to step
+            nonfinite = any(host_values(flag))  # sync: the host decides whether to step
         return GradStats(self.norm(sums, divisor), nonfinite, int(sum(zeros[0])) if zeros else None)
 
     def norm(self, sums: Sequence[float], divisor: float) -> float:
@@ -148,12 +149,12 @@ class MixedPrecisionOptimizer(Stepper):
             collectives.all_reduce(full, self.ps.stage_group)
         if self.ps.experts is None:
             collectives.all_reduce(full, self.ps.tp_group)
-        rows = full.tolist()  # sync: figures that the host decides on
+        rows = host_values(full)  # sync: figures that the host decides on
         seen = nonfinite or not all(map(math.isfinite, rows[0]))
         told = torch.tensor([seen, *extras], dtype=torch.float64, device=self.ps.device.torch_device)
         collectives.all_reduce(told, self.ps.dp_group)
         collectives.all_reduce(told, self.ps.tp_group)
-        num_seen, *totals = told.tolist()  # sync: as above
+        num_seen, *totals = host_values(told)  # sync: as above
         num_zeros = sum(rows[1]) if count_zero_grads else 0.0
         return ValidationState(tuple(rows[0]), num_zeros, num_seen > 0.0, tuple(totals))
 

@@ -101,14 +101,7 @@ def reduce_scatter_units(items: Pairs, group: Group, *, accumulate: bool, async_
     """
     if isinstance(items, Kept) and (kept := items.calls.get(accumulate)) is not None:
         return kept.launch(async_op, group)
-    for shard, full in items:
-        assert full.numel() == group.size * shard.numel(), f"{full.shape} != {group.size} x {shard.shape}"
-    flat = [
-        # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
-        (shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1))
-        for shard, full in items
-        if shard.numel()
-    ]
+    flat = _rows(items, group)
     if group.size == 1 or not flat:
         for shard, full in flat:
             _take(shard, full[0], accumulate)
@@ -162,8 +155,7 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
     """
     parts = bucket.view(group.size, bucket.numel() // group.size)
-    order_free = group.size == 2 and bucket.element_size() >= 4  # a sum of two has one order
-    if group.size == 1 or group.backend != "gloo" or (order_free and not _on_host([parts[1:]], group)):
+    if _sums_at_once(parts, group):
         return all_reduce(bucket, group, async_op=True)
     share = parts[group.rank]
     group.traffic.count("all_reduce", bucket.nbytes)
@@ -180,6 +172,34 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
         return start, gather_sums, temporaries
 
     return Call("sum_gradients", group, prepare, (bucket,)).launch(True)
+
+
+def temporary_bytes(what: Tensor | Pairs, group: Group, *, accumulate: bool) -> int:
+    """Of `sum_gradients` of a bucket, or of `reduce_scatter_units`: `Pending.temporary_bytes` once it runs."""
+    if isinstance(what, Tensor):
+        parts = what.view(group.size, what.numel() // group.size)
+        flat, accumulate = [] if _sums_at_once(parts, group) else [(parts[group.rank], parts)], False
+    else:
+        flat = _rows(what, group)
+    return sum(one.nbytes for one in _reduce(flat, group, accumulate)()[2]) if flat and group.size > 1 else 0
+
+
+def _sums_at_once(parts: Tensor, group: Group) -> bool:
+    """Whether one call of the backend sums parts [size, n] as `sum_gradients` does."""
+    order_free = group.size == 2 and parts.element_size() >= 4  # a sum of two has one order
+    return group.size == 1 or group.backend != "gloo" or (order_free and not _on_host([parts[1:]], group))
+
+
+def _rows(items: Pairs, group: Group) -> list[tuple[Tensor, Tensor]]:
+    """(shard [n], full [size, n]) of each that is not empty."""
+    for shard, full in items:
+        assert full.numel() == group.size * shard.numel(), f"{full.shape} != {group.size} x {shard.shape}"
+    return [
+        # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
+        (shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1))
+        for shard, full in items
+        if shard.numel()
+    ]
 
 
 def _first_call(

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
@@ -17,7 +18,7 @@ def all_gather_bytes(data: bytes, group: Group) -> list[bytes]:
         return [data]
     if group.peers is not None:
         return group.peers.all_gather(data, group)
-    device = _device(group)
+    device = device_of(group)
     lengths = torch.empty(group.size, dtype=torch.int64, device=device)
     collectives.all_gather(lengths, torch.tensor([len(data)], device=device), group)
     sizes = lengths.tolist()  # sync: the sizes of host data
@@ -35,9 +36,24 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
     NaN and infinities pass. Keys of mappings become strings, tuples become lists, on every rank alike.
     """
-    return [json.loads(data) for data in all_gather_bytes(json.dumps(value).encode(), group)]
+    told = all_gather_bytes(json.dumps(value).encode(), group)
+    if group.peers is None:
+        return [json.loads(data) for data in told]
+    known = {
+        id(data): json.loads(data) for data in {id(data): data for data in told}.values()
+    }  # few speak for many
+    return [known[id(data)] for data in told]
 
 
-def _device(group: Group) -> torch.device:
+def host_values(tensor: Tensor, imagined: float = 0.0) -> Any:
+    """A tensor's numbers on the host, in lists where it has dimensions; it is waited for. imagined: each of them where
+    the tensor has no memory."""
+    if tensor.is_meta:
+        tensor = torch.full(tensor.shape, imagined, dtype=tensor.dtype, device="cpu")
+    return tensor.tolist()
+
+
+def device_of(group: Group) -> torch.device:
     """Where small host data has to be for this group's backend to carry it."""
-    return torch.device("cpu") if group.backend == "gloo" else group.device.torch_device
+    on_host = group.backend == "gloo" or group.peers is not None
+    return torch.device("cpu") if on_host else group.device.torch_device

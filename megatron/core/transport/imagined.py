@@ -2,26 +2,32 @@
 
 Whatever is built for a rank of a world of thousands is built by the code that builds it there, on tensors without
 memory (`Device.imagined`). Collectives give shapes and are counted (`pending.Call`). Only what ranks tell each other
-from host to host has to be true, such as which regions of which parameters they hold: so all ranks of one copy of the
-model run, each in a thread, and wait for each other there. Ranks of other copies say what theirs say.
+from host to host has to be true, such as which regions of which parameters they hold, or the shapes that stages hand
+on: so all ranks of one copy of the model run, each in a thread, one at a time, and wait for each other there. Ranks of
+other copies say what theirs say; later, in steps, tensor parallel ranks say what the first of them says.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from torch import Tensor
+
 from megatron.core.device import Device, imagining
 from megatron.core.transport.parallel_state import Group, ParallelState, imagined_state
+from megatron.core.transport.pending import UNDER_WAY, Imagined
 from megatron.core.transport.rank_grid import PURPOSES, WorldPart
 
 _T = TypeVar("_T")
 _OF_A_COPY = [purpose for purpose in PURPOSES if purpose.name in ("mp", "expert_mp")]
 _Meeting = tuple[str, tuple[int, ...], int]  # purpose, ranks, how many there were before
+_Route = tuple[str, int, int]  # purpose, sender, receiver
 
 
 class WorldEndedError(Exception):
@@ -41,12 +47,25 @@ class ImaginedWorld:
         self._speakers = {self._places(one): one for one in reversed(self.ranks)}
         self._calls: Counter[tuple[int, str]] = Counter()
         self._told: dict[_Meeting, dict[int, bytes]] = {}
+        self._messages: defaultdict[_Route, deque[Tensor]] = defaultdict(deque)
         self._left: set[int] = set()
         self._failure: BaseException | None = None
+        # Whose lock the rank that runs has: not all of torch's kernels without memory are for threads.
         self._changed = threading.Condition()
+        self._speaking = functools.cache(self._speakers_for)
+
+    def keep_one_a_stage(self) -> None:
+        """From now on one rank of each pipeline stage runs, and speaks for all that have a part of it."""
+        grid = self._part.grid
+        first = {**grid.coordinates(self.ranks[0]), "tp": 0}
+        self.ranks = tuple(grid.group("pp", grid.rank(first)))
+        by_stage = {grid.coordinates(rank)["pp"]: rank for rank in self.ranks}
+        self._speakers = {places: by_stage[places[0]] for places in self._speakers}
+        self._speaking.cache_clear()
 
     def run(self, body: Callable[[ParallelState], _T]) -> dict[int, _T]:
         """What `body` returns on each rank, by rank. Raises what the first rank to fail has raised."""
+        self._left.clear()
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             each = [pool.submit(contextvars.copy_context().run, self._run, body, rank) for rank in self.ranks]
         if self._failure is not None:
@@ -59,7 +78,7 @@ class ImaginedWorld:
 
     def _run(self, body: Callable[[ParallelState], _T], rank: int) -> _T:
         try:
-            with imagining(self.device):
+            with self._changed, imagining(self.device):
                 return body(self.state(rank))
         except BaseException as error:
             self._failure = self._failure or error
@@ -72,7 +91,7 @@ class ImaginedWorld:
     def all_gather(self, data: bytes, group: Group) -> list[bytes]:
         """`ImaginedPeers`. Raises WorldEndedError."""
         own = group.ranks[group.rank]
-        speakers = [self._speaker(rank) for rank in group.ranks]
+        speakers = self._speaking(group.ranks)
         with self._changed:
             meeting = (group.purpose, group.ranks, self._calls[own, group.purpose])
             self._calls[own, group.purpose] += 1
@@ -87,15 +106,48 @@ class ImaginedWorld:
                 self._changed.wait()
         return [told[rank] for rank in speakers]
 
-    def _speaker(self, rank: int) -> int:
-        """Who says what a rank says."""
-        return self._speakers[self._places(rank)]
+    def message(self, op: str, tensor: Tensor, group: Group, place: int) -> Imagined:
+        """`ImaginedPeers`."""
+        if tensor.is_meta:
+            return UNDER_WAY
+        ends = group.ranks[group.rank], group.ranks[place]
+        if op == "receive":
+            return _HostMessage(self, (group.purpose, *ends[::-1]), tensor)
+        with self._changed:
+            self._messages[group.purpose, *ends].append(tensor.clone())
+            self._changed.notify_all()
+        return UNDER_WAY
+
+    def take(self, route: _Route) -> Tensor:
+        """The next message. Raises WorldEndedError."""
+        purpose, source, target = route
+        with self._changed:
+            while not self._messages[route]:
+                if self._failure is not None or source in self._left:
+                    raise WorldEndedError(f"{purpose}: rank {target} waits for {source}") from self._failure
+                self._changed.wait()
+            return self._messages[route].popleft()
+
+    def _speakers_for(self, ranks: tuple[int, ...]) -> list[int]:
+        """Who says what these ranks say."""
+        return [self._speakers[self._places(rank)] for rank in ranks]
 
     def _places(self, rank: int) -> tuple[int, ...]:
         """Which part of the model a rank holds."""
         dense, experts = self._part.grid, self._part.experts or self._part.grid
         of_dense, of_experts = dense.coordinates(rank), experts.coordinates(rank)
         return of_dense["pp"], of_dense["tp"], of_experts["tp"], of_experts["ep"]
+
+
+class _HostMessage(Imagined):
+    """Of a message of the host. Waited for by whoever reads it."""
+
+    def __init__(self, world: ImaginedWorld, route: _Route, tensor: Tensor) -> None:
+        super().__init__(False)
+        self._world, self._route, self._tensor = world, route, tensor
+
+    def wait(self) -> None:
+        self._tensor.copy_(self._world.take(self._route))
 
 
 def _of_a_copy(part: WorldPart, rank: int) -> tuple[int, ...]:

@@ -19,9 +19,11 @@ from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.device import Device, current_device
 from megatron.core.transport.peer_loss import peer_loss_named
+from megatron.core.transport.pending import Imagined
 from megatron.core.transport.rank_grid import PURPOSES, Purpose, RankGrid, WorldPart
 from megatron.core.transport.shm_transport import ShmTransport, open_shm_transport
 from megatron.core.transport.traffic import TrafficCounter
@@ -37,6 +39,10 @@ class ImaginedPeers(Protocol):
 
     def all_gather(self, data: bytes, group: Group) -> list[bytes]:
         """Every rank's bytes, in group order: `host_data.all_gather_bytes`."""
+
+    def message(self, op: str, tensor: Tensor, group: Group, place: int) -> Imagined:
+        """A message under way. op: "send" or "receive". place: of the other end in the group. What is on the host
+        arrives; what has no memory need not."""
 
 
 @dataclasses.dataclass(frozen=True)

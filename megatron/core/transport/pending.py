@@ -10,18 +10,33 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.transport.gloo_pairs import Works
 from megatron.core.transport.peer_loss import blame
 
 if TYPE_CHECKING:
+    from megatron.core.transport.gloo_pairs import Works
     from megatron.core.transport.parallel_state import Group
     from megatron.core.transport.shm_transport import Operation
 
-    Running: TypeAlias = dist.Work | Works | Operation
+    Running: TypeAlias = dist.Work | Works | Operation | "Imagined"
     # What starts it, what is to be done once the data has arrived, temporaries.
     Prepared: TypeAlias = tuple[Callable[[], Running], Callable[[], None] | None, tuple[Tensor, ...]]
 
-_ARRIVED = Works(())  # of a group that talks to nobody: there is nothing to wait for
+
+class Imagined:
+    """In place of what a backend has under way, in a group that talks to nobody: there is nothing to wait for. known:
+    whether one may ask if it is through; of messages that is known, as on gloo, once they were waited for."""
+
+    def __init__(self, known: bool) -> None:
+        self._known = known
+
+    def is_completed(self) -> bool:
+        return self._known
+
+    def wait(self) -> None:
+        pass
+
+
+ARRIVED, UNDER_WAY = Imagined(True), Imagined(False)
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +93,7 @@ class Call(NamedTuple):
         started = time.monotonic()
         try:
             start, finish, temporaries = prepare()
-            work = start() if group.peers is None else _ARRIVED
+            work = start() if group.peers is None else ARRIVED
         except RuntimeError as error:
             blame(error, op, group, started)
         pending = Pending(op, group, work, buffers + temporaries, finish)

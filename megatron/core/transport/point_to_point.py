@@ -17,6 +17,7 @@ from megatron.core.transport.pending import Pending
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
+    from megatron.core.transport.pending import Running
 
 _TAG = 0  # not those of gloo_pairs: messages must not be taken for parts of collectives
 
@@ -31,18 +32,22 @@ class P2PRoute:
 
     def __init__(self, op: str, place: int, group: Group) -> None:
         self._described = _described(op, place, group)
-        talk = group.process_group
-        assert talk is not None, f"{group.purpose!r} is a group of one"
         assert group.backend == "gloo", f"{group.purpose!r} is on {group.backend}"
         self._op, self._place, self._peer, self._group = op, place, group.ranks[place], group
-        self._begin = {"send": talk.send, "receive": talk.recv}[op]
+        if (talk := group.process_group) is not None:
+            self._begin = {"send": talk.send, "receive": talk.recv}[op]
+        else:
+            assert group.peers is not None, f"{group.purpose!r} is a group of one"
 
     def start(self, tensor: Tensor) -> Pending:
         """Send it, or receive into it; contiguous. Raises PeerLostError, which names the other end."""
         if self._group.observer is not None:
             self._group.observer(*self._described)
         try:
-            work = self._begin([tensor], self._place, _TAG)
+            if self._group.peers is not None:
+                work: Running = self._group.peers.message(self._op, tensor, self._group, self._place)
+            else:
+                work = self._begin([tensor], self._place, _TAG)
         except RuntimeError as error:
             blame(error, self._op, self._group, time.monotonic(), self._peer)
         return Pending(self._op, self._group, work, (tensor,), peer=self._peer)
@@ -77,6 +82,13 @@ def _start_batch(messages: Sequence[tuple[str, Tensor, int]], group: Group) -> l
     for told in [_described(op, place, group) for op, _, place in messages]:
         if group.observer is not None:
             group.observer(*told)
+    if group.peers is not None:
+        return [
+            Pending(
+                op, group, group.peers.message(op, tensor, group, place), (tensor,), peer=group.ranks[place]
+            )
+            for op, tensor, place in messages
+        ]
     calls = {"send": dist.isend, "receive": dist.irecv}
     operations = [
         dist.P2POp(calls[op], tensor, group=group.process_group, group_peer=place)

@@ -91,6 +91,10 @@ def _memory(report: Report, facts: Facts) -> str:
     states = config.state_bytes
     if not per_rank or states is None:
         return ""
+    if config.world_part().experts is not None:
+        return (
+            "not known: experts lie on ranks of their own, by whose number the estimate does not divide yet"
+        )
     each, grid = states.of_parameter, config.grid()
     at_rest = [each * per_rank[grid.rank({"pp": stage})] for stage in range(grid.pp)]
     told = "weights, gradients, optimizer's state"

@@ -52,8 +52,18 @@ class TrainingConfig:
     check_config: bool = arg(
         False, "print the resolved configuration, the rank grid and parameters per rank, then exit", ours=True
     )
+    rehearse: bool = arg(
+        False,
+        "run two steps on tensors without memory, by one rank of each pipeline stage in this process, and hold what "
+        "each has behind every operation against what was planned, then exit",
+        ours=True,
+    )
     world_size: Ranks | None = arg(
-        None, "ranks that --check-config assumes", unit="ranks", derived="ranks of the launcher", ours=True
+        None,
+        "ranks that --check-config and --rehearse assume",
+        unit="ranks",
+        derived="ranks of the launcher",
+        ours=True,
     )
     json: bool = arg(False, "--check-config prints one JSON object", ours=True)
     full: bool = arg(False, "--check-config prints every setting on a terminal too", ours=True)

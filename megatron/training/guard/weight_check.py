@@ -22,6 +22,7 @@ from megatron.core.distributed.custom_fsdp.squared_sums import all_finite
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
+from megatron.core.transport.host_data import host_values
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.training.engine import Engine
 from megatron.training.guard.nan_policy import NonFiniteSite, first_site
@@ -49,7 +50,7 @@ class WeightCheck:
         """Return once all ranks have said yes. step: that made the weights. advice: to whom made it. Raises
         NonFiniteWeightsError."""
         self._pending.wait()
-        if self._finite.item():  # sync: whether the step counts
+        if host_values(self._finite, imagined=1.0):  # sync: whether the step counts
             return
         buffer = self._buffer
         weights = ((name, buffer.main_weight_part(name), buffer.weight(name).dtype) for name in buffer.names)

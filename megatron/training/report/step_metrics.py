@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.core.module import LayerCounts, ModelError
 from megatron.core.transformer.experts.counted import Counted
 from megatron.core.transport import collectives, host_data
+from megatron.core.transport.host_data import host_values
 from megatron.core.transport.parallel_state import ParallelState
 
 LossFunc = Callable[[Tensor], tuple[Any, ...]]
@@ -131,7 +132,7 @@ class StepMetrics:
         """
         vector = self.vector(ps, flags)
         collectives.all_reduce(vector, ps.world_group)
-        return self.totals(vector.tolist(), len(flags))  # sync: the step's only look at its own numbers
+        return self.totals(host_values(vector), len(flags))  # sync: the step's only look at its own numbers
 
     def vector(self, ps: ParallelState, flags: tuple[float, ...] = ()) -> Tensor:
         """This rank's numbers, fp64, in the layout above: to be summed over all ranks."""
@@ -159,7 +160,7 @@ class StepMetrics:
         """Over all ranks. Communicates over world."""
         tokens = self._zeros() if ps.tp_rank else self._tokens.clone()
         collectives.all_reduce(tokens, ps.world_group)
-        return float(tokens.item())  # sync: the host divides by it
+        return float(host_values(tokens))  # sync: the host divides by it
 
 
 def agreed_names(names: Sequence[str], ps: ParallelState) -> tuple[str, ...]:

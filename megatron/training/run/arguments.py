@@ -95,12 +95,12 @@ def launch_config(
             why, fix = gone.split(": ", 1)
             raise ConfigurationError([Problem("launcher", (), why, fix)])
         line = read_command_line(words, extra_args_provider, args_defaults)
-        if not line.values.get("check_config"):
+        if not (line.values.get("check_config") or line.values.get("rehearse")):
             end_at_once(functools.partial(last_words, env, line.values.get("save")))
         config, problems = _resolved(line, env, needs_data=needs_data)
         problems += more_rules(config)
         check_only = config.training.check_config
-        if not problems and not check_only:
+        if not problems and not check_only and not config.training.rehearse:
             load_flags.check_start(config.checkpoint, config.flat())
             env.check_meeting_place()
     except LaunchEnvError as error:
@@ -221,7 +221,8 @@ def _resolved(
     """The configuration, and all that is wrong with it. Raises CheckpointError."""
     values, origin, warnings = dict(line.values), dict(line.origin), inert_flags(line.used, line.values)
     notes = load_flags.with_pretrained(values, origin) + load_flags.with_hf_config(values, origin)
-    check_only, load = bool(values.get("check_config")), values.get("load")
+    check_only = bool(values.get("check_config") or values.get("rehearse"))  # nothing is read or written
+    load = values.get("load")
     elsewhere = check_only and saved_config.is_elsewhere(load)  # what a launch there finds is not known
     found, unloadable = (
         load_flags.to_load(values) if check_only and line.complete and not elsewhere else (None, [])

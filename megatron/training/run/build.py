@@ -145,7 +145,9 @@ def build_engine(
     model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
     model.release_gradients()
     scheduler, scaler = scheduler_of(config, optimizer.param_groups), build_grad_scaler(config.optimizer)
-    biases = ExpertBiases(modules, config.model.moe_router_bias_update_rate, ps.dp_group)
+    biases = ExpertBiases(
+        modules, config.model.moe_router_bias_update_rate, ps.dp_group, model.memory_tracker
+    )
     biases.materialise(ps.device.torch_device)
     optimizer.followers.append(biases)
     return Engine(chunks, model, meta, optimizer, scheduler, scaler, biases)

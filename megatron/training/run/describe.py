@@ -27,6 +27,7 @@ from megatron.estimate.description import ModelDescription, ModelPiece, renumber
 from megatron.estimate.observe import ObservedPart, observe
 from megatron.training.config.config import GROUPS, Config
 from megatron.training.planner import possible_stages
+from megatron.training.report.step_metrics import evaluate_loss, loss_to_differentiate
 from megatron.training.run.build import imagined_world, params_dtype, part_of_model
 
 # Settings that decide on nothing of what is described, and differ between launches of one model.
@@ -156,6 +157,9 @@ def _forward(config: Config, model: GPTModel) -> Callable[[Tensor | None], Tenso
         if hidden is not None:
             model.set_input_tensor(hidden)
         out: Tensor = model(ids, positions, mask, labels=ids if model.post_process else None)
-        return gpt_loss(loss_mask, out)[0] if model.post_process else out
+        if not model.post_process:
+            return out
+        loss = evaluate_loss(out, functools.partial(gpt_loss, loss_mask))
+        return loss_to_differentiate(loss, config.model.calculate_per_token_loss)
 
     return forward

@@ -44,6 +44,7 @@ from megatron.training.run.build import ModelProvider, UnsplittableError, build_
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
+from megatron.training.run.rehearse.rehearsal import rehearse
 from megatron.training.run.session import initialize
 
 _ERRORS = {
@@ -109,6 +110,8 @@ def pretrain(
     config = config or launch_config(
         extra_args_provider=extra_args_provider, args_defaults=args_defaults, needs_data=False
     )
+    if config.training.rehearse:
+        raise SystemExit(rehearse(config, model_provider, forward_step_func))
     run = _Run(config)
     # Signals are ours to the very end: a launcher that stops the others because one rank has failed must not silence
     # the rank that says why.

@@ -20,6 +20,7 @@ from typing import Any
 from megatron.core.optimizer.clip_grads import StepRules
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.post_validation.validator import Completed, PostValidator, StepOutcome
+from megatron.core.transport.host_data import host_values
 from megatron.training.guard.nan_policy import StepAction, Verdict
 from megatron.training.guard.weight_check import WeightCheck
 from megatron.training.report.step_metrics import StepMetrics, Totals
@@ -122,7 +123,7 @@ class ValidatedStepRunner(StepRunner):
         self._undecided = _Undecided(task, divisor, scaler.scale, scaler.state(), numbers)
         scaler.update(False)
         vector = numbers.vector(self.ps, task.flags)
-        own = vector.tolist()  # sync: it travels with the state, from host to host
+        own = host_values(vector)  # sync: it travels with the state, from host to host
         seen = numbers.totals(own, len(task.flags)).nonfinite_microbatches > 0
         return Completed(divisor, seen, tuple(own))
 

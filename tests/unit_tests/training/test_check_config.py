@@ -117,6 +117,17 @@ def test_experts_are_counted(capsys):
     assert sum(counts["per_rank"][::8]) == counts["total"], "4 pipeline ranks of 8"
 
 
+def test_experts_on_ranks_of_their_own_are_counted_and_no_memory_is_made_up(capsys):
+    """Mixtral-8x7B on 32 ranks: 4 pipeline stages of 8 layers, each expert on a rank of its own."""
+    words = [*MIXTRAL_8X7B, *"--tokenizer-type NullTokenizer --vocab-size 31999 --world-size 32".split()]
+    status, report = check_json(capsys, *words)
+    assert (status, report["problems"]) == (0, [])
+    counts = report["parameters"]
+    assert (counts["total"], counts["experts"]) == (46702792704, 45097156608)
+    experts, dense = 45097156608 // 4 // 8, (46702792704 - 45097156608) // 4
+    assert sum(counts["per_rank"][::8]) == 4 * (experts + dense)
+
+
 def test_an_unknown_vocabulary_is_said(capsys, tmp_path):
     words = [w for w in SMALL if w != "ByteTokenizer"]
     words += ["GPT2BPETokenizer", "--merge-file", "m", "--vocab-file"]

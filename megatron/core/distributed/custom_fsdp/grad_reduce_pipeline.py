@@ -24,6 +24,7 @@ these are waited for at points that all ranks reach alike. A contribution waits 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -33,7 +34,11 @@ from torch import Tensor
 from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, BucketMemory, trained
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.custom_fsdp.shared_sums import PartialSums, SharedSums
-from megatron.core.distributed.custom_fsdp.transient_memory import AllocatedMemory, RestingGrads
+from megatron.core.distributed.custom_fsdp.transient_memory import (
+    AllocatedMemory,
+    RestingGrads,
+    with_memory,
+)
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
@@ -204,6 +209,20 @@ class GradReducePipeline:
             self._shared.add()
         self._partial.add()
         self.is_stepping = False
+
+    def exchange_bytes(self, unit: int, *, outer: bool = False, again: bool = False) -> int:
+        """What summing a unit takes beside its gradients while it is under way, by the tracker's "exchange". again: it
+        was summed in this step before."""
+        one = self.units[unit]
+        sums, add = one.outer if outer else one.sums, again and one.is_sharded and not outer
+        with contextlib.ExitStack() as stack:
+            for full in one.fulls:
+                stack.enter_context(with_memory(full))
+            return sum(collectives.temporary_bytes(what, group, accumulate=add) for group, what in sums)
+
+    def resting_bytes(self, unit: int) -> int:
+        """What its gradients at rest take that have no memory from a step's beginning to the unit's first sum."""
+        return self.units[unit].resting.num_bytes
 
     def nonfinite_keys(self) -> tuple[str, ...]:
         """Of a step begun without reduction: keys under which this rank's own gradients were not finite."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -46,6 +47,9 @@ def with_memory(tensor: Tensor) -> Iterator[Tensor]:
 
 class AllocatedMemory:
     """Allocates and frees: on CUDA from torch's caching allocator, on CPU from the C library. Roles: see `CATEGORY`."""
+
+    # Of units whose weights and gradients lie in memory that others take in turn.
+    slot_of_unit: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
@@ -91,6 +95,7 @@ class DoubleBuffer(AllocatedMemory):
     def __init__(self, tracker: MemoryTracker, slot_of: Mapping[str, int | None]) -> None:
         super().__init__(tracker)
         self._slot_of = slot_of
+        self.slot_of_unit = {unit: slot for unit, slot in slot_of.items() if slot is not None}
         self._storages: dict[tuple[str, int], torch.UntypedStorage] = {}
         self._slot_bytes: dict[tuple[str, int], int] = {}
         self._used_bytes: dict[tuple[str, str], int] = {}  # (role, unit) -> bytes given out
@@ -172,7 +177,8 @@ class RestingGrads:
         self._unit, self._grads, self._memory = unit, tuple(grads), AllocatedMemory(tracker)
         self._views: list[int] | None = None  # references to each storage when the first step began
         self._held = True
-        tracker.hold("main_grads", unit, sum(grad.nbytes for grad in self._grads))
+        self.num_bytes = sum(grad.nbytes for grad in self._grads)
+        tracker.hold("main_grads", unit, self.num_bytes)
 
     def release(self) -> None:
         """What they hold is of no more use."""

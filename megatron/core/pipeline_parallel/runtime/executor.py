@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.held.sends import Key, send_completion
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp, op_text
 from megatron.core.pipeline_parallel.post_validation.state import Go, Validation, rollback_ops
@@ -26,7 +27,7 @@ from megatron.core.pipeline_parallel.runtime.data_parallel_lane import (
     UnitBoundaries,
 )
 from megatron.core.pipeline_parallel.runtime.p2p import Arrival, Channel
-from megatron.core.pipeline_parallel.runtime.program import Key, Step, check_row, compile_row, send_completion
+from megatron.core.pipeline_parallel.runtime.program import Step, check_row, compile_row
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.protocols import GradSync, Stage
 from megatron.core.transport.peer_loss import PeerLostError

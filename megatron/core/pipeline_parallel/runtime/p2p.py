@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan.held.sends import Key, most_sends
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F, RawOp, op_text
-from megatron.core.pipeline_parallel.runtime.program import Key
 from megatron.core.transport.collectives import Pending
 from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError
@@ -69,7 +69,7 @@ class P2P:
 
     A sent tensor's memory is held until its send was waited for: on gloo nothing else says that it is through. Whoever
     knows says so by `release`; NCCL is asked at every batch. max_sends: so many of the others may be under way once a
-    batch is posted, the oldest are waited for; twice the number of ranks by default.
+    batch is posted, the oldest are waited for; `most_sends` by default.
 
     Raises PeerLostError naming the operation.
     """
@@ -78,7 +78,7 @@ class P2P:
         self._groups = dict.fromkeys((SEND_F, RECV_F), ps.pp_forward_group)
         self._groups |= dict.fromkeys((SEND_B, RECV_B), ps.pp_backward_group)
         self._device = ps.device
-        self._max_sends = 2 * ps.pp_forward_group.size if max_sends is None else max_sends
+        self._max_sends = most_sends(ps.pp_forward_group.size) if max_sends is None else max_sends
         # This rank's routes: what they carry; where there are no batches, the way and an empty tensor of that dtype.
         self._shapes: dict[Route, Shape] = {}
         self._routes: dict[Route, tuple[P2PRoute, Tensor]] = {}
@@ -232,13 +232,15 @@ class P2P:
         route = (op[0], op[6])
         if route in self._shapes:
             return
+        imagined = self._groups[op[0]].peers is not None
+        where = torch.device("cpu") if imagined else self._device.torch_device
         if tensor is not None:
-            header = torch.tensor(_header(op, tensor), device=self._device.torch_device)
+            header = torch.tensor(_header(op, tensor), device=where)
             sent, _ = self._start([(op, header)], [], self._groups[op[0]])
             self._headers.append((op, sent[0]))
             self._shapes[route] = (tensor.dtype, tuple(tensor.shape))
             return
-        header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self._device.torch_device)
+        header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=where)
         _, received = self._start([], [(op, header)], self._groups[op[0]])
         _wait(op, received[0])
         code, num_dims, *dims = header.tolist()  # sync: the shape of a route, once

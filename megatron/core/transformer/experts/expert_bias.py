@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.protocols import Stepper
 from megatron.core.transformer.experts.counted import TOKENS
 from megatron.core.transformer.experts.router import Router
@@ -18,10 +19,17 @@ class ExpertBiases(Stepper):
     """Those of a rank's routers, which are copies of those of its data and tensor parallel peers. A step adds `rate`
     to the bias of each expert that had fewer tokens than the mean, and takes it from those that had more.
 
-    gather: to be called once a step's last forward has run, and before `step`.
+    gather: to be called once a step's last forward has run, and before `step`. tracker: is told of snapshots.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], rate: float, dp_group: Group) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        rate: float,
+        dp_group: Group,
+        tracker: MemoryTracker | None = None,
+    ) -> None:
+        self._tracker = MemoryTracker() if tracker is None else tracker
         routers = [one for module in modules for one in module.modules() if isinstance(one, Router)]
         self.routers = [one for one in routers if one.expert_bias is not None]
         self._rate, self._dp_group = rate, dp_group
@@ -47,6 +55,7 @@ class ExpertBiases(Stepper):
             bias.add_(torch.sign(counts.mean() - counts).to(bias), alpha=self._rate)
 
     def snapshot(self) -> None:
+        self._tracker.hold("snapshot", "", self._bytes)
         self._kept = [bias.clone() for bias in self.tensors]
 
     def rollback(self) -> None:
@@ -55,7 +64,12 @@ class ExpertBiases(Stepper):
             bias.copy_(kept)
 
     def commit(self) -> None:
+        self._tracker.free("snapshot", "", self._bytes)
         self._kept = None
+
+    @property
+    def _bytes(self) -> int:
+        return sum(bias.nbytes for bias in self.tensors)
 
     def named(self) -> dict[str, Tensor]:
         """By their names in the model."""

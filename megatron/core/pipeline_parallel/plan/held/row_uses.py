@@ -145,6 +145,11 @@ class WholeGradients:
         self._extra: set[tuple[int, int]] = set()  # (unit, stage) whose accumulators are there
 
     @property
+    def whole(self) -> Sequence[int]:
+        """Units whose gradients grow or wait."""
+        return tuple(self._whole)
+
+    @property
     def under_way(self) -> int:
         return sum([what[0] for _, _, what in self.under.entries])
 

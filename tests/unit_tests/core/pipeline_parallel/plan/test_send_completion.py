@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
+from megatron.core.pipeline_parallel.plan.held.sends import send_completion
 from megatron.core.pipeline_parallel.plan.ir import BW, RECV_B, RECV_F, SEND_B, SEND_F, B, F
 from megatron.core.pipeline_parallel.plan.passes.lower import forward_only
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.runtime.program import send_completion
 from tests.harness.toy_pipeline import lowered, random_plan
 
 INPUT = {F: RECV_F, B: RECV_B, BW: RECV_B}

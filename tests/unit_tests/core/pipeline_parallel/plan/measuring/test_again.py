@@ -51,10 +51,12 @@ def trained(spec, costs=None):
     return plan if costs is None else simulate(plan, costs)
 
 
-@pytest.mark.parametrize("flags", ["--pipeline-schedule zb-1p", "--zero-bubble-v-schedule"])
-def test_a_searched_schedule_becomes_better_and_then_stays(flags):
+@pytest.mark.parametrize(
+    ("flags", "slow"), [("--pipeline-schedule zb-1p", 0), ("--zero-bubble-v-schedule", 1)]
+)
+def test_a_searched_schedule_becomes_better_and_then_stays(flags, slow):
     spec = made(flags)
-    costs = measured(spec.placement, slow=0)
+    costs = measured(spec.placement, slow=slow)
     before = trained(spec, costs)
     found, kept, _ = again(spec, costs)
     assert kept is None

@@ -1,0 +1,52 @@
+"""The moment at which a rank holds the most, and who has it: one record, and one wording for page, log, JSON and errors
+(floor 0, pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron.core.words import size_text
+
+MOST_HOLDERS = 10
+
+
+class MemoryHolder(NamedTuple):
+    """Who holds memory. kind: of bytes. what: the path of a module, or the name of a unit, or of a message."""
+
+    kind: str
+    what: str
+    num_bytes: int
+
+
+class Peak(NamedTuple):
+    """The moment at which a pipeline rank holds the most. operation: by its text. unit: in use, "" where none is known
+    to be. held: bytes by kind. holders: the largest ones."""
+
+    rank: int
+    operation: str
+    unit: str
+    held: Mapping[str, int]
+    holders: tuple[MemoryHolder, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+def peak_lines(peak: Peak) -> list[str]:
+    """What page, log and errors say of a peak."""
+    kinds = ", ".join(
+        f"{kind} {size_text(size)}" for kind, size in sorted(peak.held.items(), key=lambda one: -one[1])
+    )
+    where = f"{peak.operation}, {peak.unit}" if peak.unit else peak.operation
+    lines = [f"pipeline rank {peak.rank} holds the most in {where}: {size_text(peak.total)} ({kinds})"]
+    for kind, what, num_bytes in peak.holders:
+        lines.append(f"  {size_text(num_bytes)} {kind}{f' of {what}' if what else ''}")
+    return lines
+
+
+def peak_json(peak: Peak) -> dict[str, Any]:
+    """The same as plain data."""
+    holders = [holder._asdict() for holder in peak.holders]
+    return {"operation": peak.operation, "unit": peak.unit, "by_kind": dict(peak.held), "holders": holders}

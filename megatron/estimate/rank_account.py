@@ -1,0 +1,349 @@
+"""What a pipeline rank holds behind every operation of its row, by kind, from plain data (floor 0, pure).
+
+The plan's automaton (`RowWalk`) says when weights are gathered and gradients summed; this adds what else there is: the
+activations of pieces, messages, batches, what sums take beside gradients, gradients at rest without memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from megatron.core.pipeline_parallel.plan import ir
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
+from megatron.core.pipeline_parallel.plan.held.sends import Key, most_sends, send_completion
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, Use
+from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, Plan, RawOp, W, op_text
+from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.estimate.description import ModelPiece
+from megatron.estimate.hidden_states import (
+    SharedStates,
+    batch_ends,
+    filed_from_outside,
+    is_of,
+    joined,
+    without_zeros,
+)
+from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder, Peak
+from megatron.estimate.rank_parts import HeldMoment, RankParts
+
+_NAMES = {F: "F", B: "B", W: "W", BW: "BW"}
+_SENDS = (ir.SEND_F, ir.SEND_B)
+# What computes, which message brings its input, and to which stage beside its own the result goes.
+_TAKES = {F: (ir.RECV_F, 1), B: (ir.RECV_B, -1), BW: (ir.RECV_B, -1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RankAccount:
+    """Of one pipeline rank, in a step after the first. at_rest: between steps, with what lasts. moments: in the order
+    of the row."""
+
+    rank: int
+    row: ir.Row
+    at_rest: Mapping[str, int]
+    moments: tuple[HeldMoment, ...]
+    peak: Peak
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The most of each kind, whenever."""
+        found = Counter[str]()
+        for moment in self.moments:
+            found |= Counter(moment.held)
+        return dict(found)
+
+    def behind(self) -> dict[int, Mapping[str, int]]:
+        """What is held behind each operation, by its place."""
+        found: dict[int, Mapping[str, int]] = {}
+        for moment in self.moments:
+            if moment.access < 0:
+                found.setdefault(moment.place, moment.held)  # the last one is the row's end
+        return found
+
+
+def rank_account(
+    plan: Plan, rank: int, units: RankUnits | None, residency: Residency | None, parts: RankParts
+) -> RankAccount:
+    """units, residency: None where data parallelism moves nothing. Raises PlanError for a plan that is wrong."""
+    if units is None or residency is None:
+        nothing = StageUnits((), (), ())
+        units = RankUnits(rank, plan.placement, (nothing,) * plan.placement.num_stages)
+        residency = Residency("no_shard")
+    walk = _AccountWalk(plan, rank, units, residency, parts)
+    walk.run()
+    return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), walk.peak_moment())
+
+
+class _AccountWalk(RowWalk):
+    """Collects a `HeldMoment` at each boundary."""
+
+    def __init__(
+        self, plan: Plan, rank: int, units: RankUnits, residency: Residency, parts: RankParts
+    ) -> None:
+        lanes = Lanes(tuple(units.stages), residency, LaneCosts())
+        super().__init__(plan.rows[rank], units, lanes, every=True)
+        self._plan, self._rank, self._parts = plan, rank, parts
+        self._ranks = plan.placement.ranks()
+        self.moments: list[HeldMoment] = []
+        self._whole = {stage: joined(pieces) for stage, pieces in parts.stages.items()}
+        lasting = sum(piece.lasting_bytes for piece in self._whole.values())
+        self.at_rest = without_zeros({**parts.at_rest, "activations": lasting})
+        self._started = Counter[str]()  # units: how often they were summed
+        self._exchanged: dict[int, int] = {}  # by unit, of its sum under way
+        # Activations: by (stage, microbatch), what only the stage itself has.
+        self._own: Counter[tuple[int, int]] = Counter()
+        self._shared, self._lasting = SharedStates(), lasting
+        self._filed: dict[tuple[int, int], list[ModelPiece]] = {}
+        self._drawn = 0
+        # The computation under way: its place, and by access what it has left and what it makes at most.
+        self._under: tuple[int, RawOp] | None = None
+        self._progress: list[tuple[int, int]] = []
+        # Messages
+        self._ends = batch_ends(self.row)
+        self._completed = send_completion(plan, rank)
+        self._sends: dict[Key, Key] = {}  # under way, the oldest first: which tensor each carries
+        self._proven: list[Key] = []
+        self._most_sends = most_sends(plan.placement.num_ranks)
+        # The moment with the most, and what it takes to name who had it.
+        self._phases: dict[tuple[int, int], str] = {}
+        self._most = -1
+        self._fullest: tuple[HeldMoment, dict[tuple[int, int], str], str, list[str]]
+
+    # --- the row
+
+    def do(self, place: int, op: RawOp, clock: float) -> float:
+        if IS_COMPUTE[op[0]]:
+            self._begin_computation(place, op)
+        clock = super().do(place, op, clock)
+        if ir.IS_TRANSFER[op[0]]:
+            self._transfer(place, op)
+            for posted in self._ends.get(place, ()):
+                self._note(posted, -1, clock)
+        return clock
+
+    def end(self, clock: float) -> None:
+        for key in list(self._sends):
+            self._shared.let_go(self._sends.pop(key), "sent")
+        super().end(clock)
+
+    def _note(self, place: int, access: int, clock: float) -> None:
+        if access < 0 and self._under is not None and self._under[0] == place:
+            self._end_computation()
+        super()._note(place, access, clock)
+        moment = HeldMoment(place, access, self._held(access))
+        self.moments.append(moment)
+        if moment.total > self._most:
+            self._most = moment.total
+            self._fullest = moment, dict(self._phases), self._in_use(access), self._whole_units()
+
+    def _begin(self, place: int, op: RawOp, access: int, use: Use, clock: float) -> float:
+        for unit in use.begins if self._grads_sharded else ():
+            slot = self._parts.slots.get(self.units.units[unit].name)
+            inner = [one for _, one, (size, _) in self.under.entries if size and isinstance(one, int)]
+            others = {self._parts.slots.get(self.units.units[one].name) for one in inner if one != unit}
+            if slot is not None and unit not in self._gradients.whole and slot in others:
+                for one in inner:
+                    self.under.of(one)
+        return super()._begin(place, op, access, use, clock)
+
+    def _effect(self, place: int, op: RawOp, unit: int, in_use: tuple[int, ...]) -> int:
+        if op[0] in (ir.REDUCE, ir.HSDP_ALL_REDUCE):
+            name, outer = self.units.units[unit].name, op[0] == ir.HSDP_ALL_REDUCE
+            again = bool(self._started[name]) and not outer
+            self._exchanged[unit] = self._parts.exchange.get((name, outer, again), 0)
+            self._started[name] += not outer
+        return super()._effect(place, op, unit, in_use)
+
+    def _held(self, access: int) -> dict[str, int]:
+        parts, units = self._parts, self.units.units
+        kept, in_messages = self._shared.sizes()
+        left, made = (
+            self._progress[min(access, len(self._progress) - 1)] if access >= 0 and self._progress else (0, 0)
+        )
+        without = sum(parts.resting.get(one.name, 0) for one in units if not self._started[one.name])
+        under_way = {unit for _, unit, _ in self.under.entries if isinstance(unit, int)}
+        return without_zeros(
+            {
+                **parts.at_rest,
+                "main_grads": parts.at_rest.get("main_grads", 0) - without,
+                "gathered": self._gathered_bytes(),
+                "grads": self._grad_bytes(),
+                "exchange": sum(self._exchanged.get(unit, 0) for unit in under_way),
+                "activations": self._lasting + sum(self._own.values()) + kept + left,
+                "messages": in_messages,
+                "batches": self._drawn * parts.batch_bytes,
+                "temporaries": made,
+            }
+        )
+
+    def _gathered_bytes(self) -> int:
+        if not self._parts.slots:
+            return self._whole_weights
+        units = self.units.units
+        own = (one for one in self._readable if units[one].name not in self._parts.slots)
+        return sum(units[one].weight_bytes for one in own) if self._weights_sharded else 0
+
+    def _grad_bytes(self) -> int:
+        grads, units, slots = self._gradients, self.units, self._parts.slots
+        held = grads.growing + grads.under_way
+        if slots:
+            taken = [unit for _, unit, (size, _) in self.under.entries if size and isinstance(unit, int)]
+            held -= sum(
+                units.grad_bytes[one] for one in (*grads.whole, *taken) if units.units[one].name in slots
+            )
+        return held
+
+    # --- computations
+
+    def _begin_computation(self, place: int, op: RawOp) -> None:
+        kind, stage, microbatch = op[:3]
+        pieces = list(self._parts.stages[stage])
+        self._under = place, op
+        if kind == F:
+            self._drawn = max(self._drawn, microbatch + 1) if self._parts.batch_bytes else 0
+        if kind in _TAKES:
+            receive, _ = _TAKES[kind]
+            key = (receive, stage, microbatch)
+            if key in self._completed:
+                self._proven += self._completed[key]
+        ordered = pieces if kind == F else pieces[::-1]
+        uses = self.units.uses(op)
+        if kind == W and op[4] >= 0:
+            ordered = self._of_units(op, pieces)[::-1]
+        name, left = _NAMES[kind], 0
+        if len(ordered) == len(uses):
+            self._progress = []
+            for piece in ordered:
+                self._progress.append((left, piece.most_bytes[name]))
+                left += piece.left_bytes(name)
+        elif ordered:
+            self._progress = [(0, joined(pieces).most_bytes[name])]
+        else:
+            self._progress = []
+
+    def _end_computation(self) -> None:
+        assert self._under is not None, "no computation is under way"
+        (_, op), self._under, self._progress = self._under, None, []
+        kind, stage, microbatch = op[:3]
+        whole, mine = self._whole[stage], (stage, microbatch)
+        self._phases[mine] = {F: "kept_bytes", B: "filed_bytes"}.get(kind, "")
+        ends, shared = whole.ends, self._shared
+        back = filed_from_outside(whole)
+        first, last = stage == 0, stage == len(self._ranks) - 1
+        given, made = (ir.RECV_F, stage, microbatch), (ir.RECV_F, stage + 1, microbatch)
+        grad, handed_back = (ir.RECV_B, stage, microbatch), (ir.RECV_B, stage - 1, microbatch)
+        if kind == F:
+            self._own[mine] = whole.kept_bytes - ends.keeps_input * ends.input_bytes
+            if not last:
+                self._own[mine] -= ends.keeps_output * ends.output_bytes
+                way = self._way(stage + 1)
+                shared.hold(made, ends.output_bytes, way, *([f"F{mine}"] if ends.keeps_output else []))
+            if not first:
+                if ends.keeps_input:
+                    shared.hold(given, ends.input_bytes, f"F{mine}")
+                shared.let_go(given, "arriving")
+        elif kind in (B, BW):
+            split = kind == B
+            self._own[mine] = whole.filed_bytes - back - ends.files_back * ends.input_bytes if split else 0
+            shared.let_go(made, f"F{mine}")
+            shared.let_go(given, f"F{mine}")
+            if not last:
+                if split and back:
+                    shared.hold(grad, ends.output_bytes, f"B{mine}")
+                shared.let_go(grad, "arriving")
+            if not first:
+                files = split and ends.files_back
+                shared.hold(
+                    handed_back, ends.input_bytes, self._way(stage - 1), *([f"B{mine}"] if files else [])
+                )
+            if split:
+                self._filed[mine] = list(self._parts.stages[stage])
+        else:
+            left = self._filed[mine]
+            done = left if op[4] < 0 else self._of_units(op, left)
+            self._filed[mine] = left = [piece for piece in left if piece not in done]
+            if left:
+                self._own[mine] -= sum(piece.filed_bytes for piece in done)
+                return
+            self._own[mine] = 0
+            shared.let_go(grad, f"B{mine}")
+            shared.let_go(handed_back, f"B{mine}")
+        if not self._own[mine]:
+            del self._own[mine]
+
+    def _of_units(self, op: RawOp, pieces: Sequence[ModelPiece]) -> list[ModelPiece]:
+        """Pieces of the units that a W in parts is of."""
+        names = [one.name for one in self.units.stages[op[1]].units[op[4] : op[5]]]
+        return [piece for piece in pieces if any(is_of(piece, name) for name in names)]
+
+    def _way(self, stage: int) -> str:
+        """How what goes to a stage is held: by who sends it, or straight by the other stage."""
+        return "arriving" if self._ranks[stage] == self._rank else "leaving"
+
+    # --- messages
+
+    def _transfer(self, place: int, op: RawOp) -> None:
+        kind, stage, microbatch = op[:3]
+        if kind in _SENDS:
+            receive, step = (ir.RECV_F, 1) if kind == ir.SEND_F else (ir.RECV_B, -1)
+            tensor = (receive, stage + step, microbatch)
+            ends = self._whole[stage].ends
+            self._shared.hold(tensor, ends.output_bytes if kind == ir.SEND_F else ends.input_bytes, "sent")
+            self._shared.let_go(tensor, "leaving")
+            self._sends[op[:3]] = tensor
+        else:
+            ends = self._whole[stage].ends
+            size = ends.input_bytes if kind == ir.RECV_F else ends.output_bytes
+            self._shared.hold(op[:3], size, "arriving")
+        if place not in self._ends:
+            return
+        while self._proven:
+            self._through(self._proven.pop())
+        while len(self._sends) > self._most_sends:
+            self._through(next(iter(self._sends)))
+
+    def _through(self, send: Key) -> None:
+        if (tensor := self._sends.pop(send, None)) is not None:
+            self._shared.let_go(tensor, "sent")
+
+    # --- the peak
+
+    def _in_use(self, access: int) -> str:
+        """The units of the access under way."""
+        if self._under is None or access < 0:
+            return ""
+        op = self._under[1]
+        names = [self.units.units[unit].name for unit in self.units.uses(op)[access].units]
+        return " and ".join(names)
+
+    def _whole_units(self) -> list[str]:
+        """Whose weights are gathered."""
+        return [self.units.units[unit].name for unit in self._readable] if self._weights_sharded else []
+
+    def peak_moment(self) -> Peak:
+        moment, phases, unit, whole = self._fullest
+        found, rest = Counter[tuple[str, str]](), dict(moment.held)
+        for (stage, _), figures in phases.items():
+            for piece in self._parts.stages[stage] if figures else ():
+                for path, module in piece.modules.items():
+                    found["activations", path] += getattr(module, figures)
+        found += Counter(
+            {("gathered", one.name): one.weight_bytes for one in self.units.units if one.name in whole}
+        )
+        for kind in ("activations", "gathered"):
+            rest.pop(kind, None)
+        found += Counter({(kind, ""): size for kind, size in rest.items()})
+        holders = sorted(
+            (MemoryHolder(*key, size) for key, size in found.items()), key=lambda one: -one.num_bytes
+        )
+        where = op_text(self._under_at(moment))
+        return Peak(self._rank, where, unit, moment.held, tuple(holders[:MOST_HOLDERS]))
+
+    def _under_at(self, moment: HeldMoment) -> RawOp:
+        """The operation that a moment belongs to: of one in the middle of a computation that computation."""
+        place = moment.place
+        while moment.access >= 0 and not IS_COMPUTE[self.row[place][0]]:
+            place += 1
+        return self.row[place]

@@ -1,0 +1,178 @@
+"""What a rank holds while its steps run, by kind, looked at behind every operation of its row.
+
+[Note: shapes once] torch finds many shapes of tensors without memory in Python, in up to some milliseconds. Steps do
+the same things to the same shapes, so what an operation makes is found once, and made by its shape from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron.core.memory_tracker import PERSISTENT, MemoryTracker
+from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder
+from megatron.estimate.watch import StorageWatch, place_of, tensors_in
+
+# Paths, in place of modules', of what is no module: who carries messages, gives batches, adds up figures, and the
+# engine with its optimizer, most of whose memory the tracker knows.
+MESSAGES, BATCHES, FIGURES, ENGINE = "/messages", "/batches", "/figures", "/engine"
+_TRACKED = (
+    "exchange",
+    "packed",
+    "casts",
+    "snapshot",
+)  # of what operations make, that which the tracker counts too
+_OF_GRADS = ("grads", "extra")
+
+
+class Seen(NamedTuple):
+    """Bytes by kind behind an operation, by its text."""
+
+    operation: str
+    held: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+class _Output:
+    """A tensor that an operation makes. is_whole: its storage has nothing else."""
+
+    def __init__(
+        self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, num_bytes: int
+    ) -> None:
+        self._facts = shape, stride, dtype
+        self.is_whole = self.made().untyped_storage().nbytes() == num_bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Output:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.untyped_storage().nbytes())
+
+    def made(self) -> Tensor:
+        shape, stride, dtype = self._facts
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _shapes(value: Any) -> Any:
+    """Arguments as far as shapes depend on them."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device.type
+    if isinstance(value, dict):
+        return tuple((name, _shapes(one)) for name, one in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_shapes, value))
+    return type(value), value  # 1, 1.0 and True are equal
+
+
+class StepWatch(StorageWatch):
+    """Inside `with`, in this thread. tracker: of the engine, whose gathered weights and gradients no operation makes.
+
+    seen: of the step, what is held behind each operation that ran as a `region`. peak: the most at once since `begin`,
+    whose operation is the one under way; holders: who had it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        paths: Mapping[int, str],
+        owned: Iterable[tuple[str, Tensor]],
+        tracker: MemoryTracker,
+    ) -> None:
+        self._tracker, self._by_kind = tracker, Counter[str]()
+        self._under_way: list[str] = []
+        self._outputs: dict[Any, Any] = {}
+        self.begin()
+        super().__init__(device, paths, owned)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.seen: list[Seen] = []
+        self.peak, self.holders = Seen("", {}), list[MemoryHolder]()
+        self._most = -1
+
+    @contextlib.contextmanager
+    def region(self, operation: str) -> Iterator[None]:
+        """An operation of the row: `Executor.run`."""
+        self._under_way.append(operation)
+        yield
+        self._look()
+        self._under_way.pop()
+        self.seen.append(Seen(operation, self.held_by_kind()))
+
+    def held_by_kind(self) -> dict[str, int]:
+        """What there is now."""
+        live, made = self._tracker.live, self._by_kind
+        held = {kind: live(kind) for kind in (*PERSISTENT, "gathered", *_TRACKED)}
+        held["grads"] = sum(live(kind) for kind in _OF_GRADS)
+        held["activations"], held["messages"], held["batches"] = (
+            made[kind] for kind in ("", MESSAGES, BATCHES)
+        )
+        held["temporaries"] = max(0, made[ENGINE] - sum(live(kind) for kind in _TRACKED))
+        return {kind: size for kind, size in held.items() if size}
+
+    def _call(self, func: Any, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+        """See [Note: shapes once]."""
+        if self.device.type != "meta":
+            return super()._call(func, inputs, args, kwargs)
+        try:
+            key = func, _shapes(args), _shapes(kwargs)
+            known = self._outputs.get(key)
+        except TypeError:  # what has no hash
+            return super()._call(func, inputs, args, kwargs)
+        if known is not None:
+            return tree_map_only(_Output, _Output.made, known)
+        out = super()._call(func, inputs, args, kwargs)
+        outputs = tensors_in(out)
+        if outputs and not func._schema.is_mutable and all(one.is_meta for one in outputs):
+            places = {place_of(one) for one in outputs}
+            if len(places) == len(outputs) and places.isdisjoint(map(place_of, inputs)):
+                told = tree_map_only(Tensor, _Output.of, out)
+                if all(one.is_whole for one in tree_leaves(told) if isinstance(one, _Output)):
+                    self._outputs[key] = told
+        return out
+
+    def _see(self, tensor: Tensor, path: str) -> None:
+        before = self._now
+        super()._see(tensor, path)
+        if grown := self._now - before:
+            self._by_kind[_kind_of(path)] += grown
+            self._look()
+
+    def _gone(self, place: int) -> None:
+        path, num_bytes, *_ = self._live[place]
+        super()._gone(place)
+        self._by_kind[_kind_of(path)] -= num_bytes
+
+    def _look(self) -> None:
+        """Whether there was never more."""
+        live, made = self._tracker.live, self._by_kind
+        engine = max(made[ENGINE], sum(live(kind) for kind in _TRACKED))
+        total = self._tracker.persistent_bytes + live("gathered") + live("grads") + live("extra") + engine
+        total += made[""] + made[MESSAGES] + made[BATCHES]
+        if total > self._most:
+            self._most = total
+            where = self._under_way[1:2] or self._under_way  # in the step
+            self.peak = Seen(where[0] if where else "", self.held_by_kind())
+            # Sorting at each is slow, and only the last counts: who it was is found from copies.
+            self._fullest = +self._sizes
+
+    def name_holders(self) -> None:
+        """Who had most at the peak."""
+        sizes = [
+            MemoryHolder(_kind_of(path)[1:] or "activations", path, size)
+            for path, size in self._fullest.items()
+        ]
+        known = [one for one in sizes if one.kind not in ("figures", "engine")]
+        self.holders = sorted(known, key=lambda one: -one.num_bytes)[:MOST_HOLDERS]
+
+
+def _kind_of(path: str) -> str:
+    """The path of what is no module, "" of modules."""
+    return path if path.startswith("/") else ""

@@ -1,0 +1,1 @@
+"""Steps of a launch line on tensors without memory, held against what was planned."""

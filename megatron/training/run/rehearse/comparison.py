@@ -1,0 +1,88 @@
+"""What an account is made of, from engines of an imagined world; and whether a rehearsal has held that."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from megatron.core.memory_tracker import PERSISTENT
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
+from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.words import size_text
+from megatron.estimate.description import ModelDescription
+from megatron.estimate.rank_account import RankAccount, rank_account
+from megatron.estimate.rank_parts import RankParts
+from megatron.estimate.step_watch import Seen
+from megatron.training.config.config import Config
+from megatron.training.engine import Engine
+
+
+def parts_of(
+    config: Config, spec: ScheduleSpec, description: ModelDescription, engine: Engine, ps: ParallelState
+) -> RankParts:
+    """Of a rank whose engine is there, on tensors with or without memory."""
+    model, stages = engine.model, {}
+    for stage in spec.local_stages(ps.pp_rank):
+        one = spec.stages[stage]
+        chunks = config.model.recompute_chunks(len(one.layers))
+        stages[stage] = description.stage_pieces(one.layers, chunks, embeds=one.embedding, ends=one.loss)
+    reductions, names = model.reductions, [unit.name for unit in model.units]
+    exchange = {
+        (name, outer, again): reductions.exchange_bytes(number, outer=outer, again=again)
+        for number, name in enumerate(names)
+        for outer, again in ((False, False), (False, True), (True, False))
+    }
+    resting = {name: reductions.resting_bytes(number) for number, name in enumerate(names)}
+    at_rest = {kind: engine.memory_tracker.live(kind) for kind in PERSISTENT}
+    at_rest["main_grads"] = sum(resting.values()) or at_rest["main_grads"]
+    reads = spec.reads_data(ps.pp_rank) and ps.device.kind == "cpu"
+    own_batch = batch_bytes(config) if reads else 0
+    return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit)
+
+
+def batch_bytes(config: Config) -> int:
+    """Of a microbatch's batch: ids, labels and positions of 8 bytes, masks of the loss of 4 a token; masks of attention
+    where the loader makes them."""
+    tokens, length = config.training.micro_batch_size, config.model.seq_length or 0
+    masked = config.data.create_attention_mask_in_dataloader and config.data.reset_attention_mask
+    return tokens * length * (3 * 8 + 4 + (length if masked else 0))
+
+
+def account_of(plan: Plan, spec: ScheduleSpec, rank: int, parts: RankParts) -> RankAccount:
+    """Of a pipeline rank."""
+    units = None if spec.stages_units is None else rank_units(plan.placement, spec.stages_units)[rank]
+    return rank_account(plan, rank, units, spec.residency, parts)
+
+
+def differences(account: RankAccount, seen: Sequence[Seen]) -> list[str]:
+    """A line for each kind of bytes and operation behind which a rehearsal, or a run, held something else."""
+    places: defaultdict[str, list[int]] = defaultdict(list)
+    for place, op in enumerate(account.row):
+        places[op_text(op)].append(place)
+    behind, met, lines = account.behind(), Counter[str](), []
+    for one in seen:
+        at = places.get(one.operation, ())
+        number = met[one.operation]
+        met[one.operation] += 1
+        if number >= len(at) or (planned := behind.get(at[number])) is None:
+            continue
+        mine, its = _comparable(planned), _comparable(one.held)
+        for kind in (kind for kind in sorted(mine.keys() | its.keys()) if mine[kind] != its[kind]):
+            told = f"planned {_exact(mine[kind])}, seen {_exact(its[kind])}"
+            lines.append(f"pipeline rank {account.rank}, behind {one.operation}: {kind}: {told}")
+    return lines
+
+
+def _comparable(held: Mapping[str, int]) -> Counter[str]:
+    """Who looks on knows who has made a hidden state, an account who has it: so these two are one kind. What the engine
+    makes for itself, such as the flag that tells whether weights are finite, is in no account between operations."""
+    kinds = Counter(held)
+    del kinds["temporaries"]
+    kinds["activations and messages"] = kinds.pop("activations", 0) + kinds.pop("messages", 0)
+    return kinds
+
+
+def _exact(size: int) -> str:
+    return f"{size:,} bytes ({size_text(size)})"

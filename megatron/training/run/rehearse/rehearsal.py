@@ -1,0 +1,283 @@
+"""`--rehearse`: two steps of the launch line on tensors without memory, by one rank of each pipeline stage, in this
+process. Everything runs as in a run, but nothing is computed, read, written or sent: model, engine, optimizer, plan and
+executor are the run's own, and ranks tell each other only what they tell from host to host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.core.device import Device
+from megatron.core.distributed.custom_fsdp.all_gather_pipeline import AllGatherPipeline
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.grad_reduce_pipeline import GradReducePipeline
+from megatron.core.distributed.custom_fsdp.shared_sums import PartialSums, SharedSums
+from megatron.core.distributed.custom_fsdp.squared_sums import SquaredSums
+from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.optimizer.flat_update import FlatUpdate, UnalignedTails
+from megatron.core.optimizer.global_norm_index import GlobalNormIndex
+from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
+from megatron.core.pipeline_parallel.runtime.p2p import P2P
+from megatron.core.tokenizers.build import build_from_config
+from megatron.core.transport.parallel_state import ParallelState, single_process
+from megatron.core.words import counted, size_text
+from megatron.estimate.peak import MemoryHolder, Peak, peak_lines
+from megatron.estimate.step_watch import BATCHES, ENGINE, FIGURES, MESSAGES, Seen, StepWatch
+from megatron.training import global_vars
+from megatron.training.config.config import Config
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.engine import Engine
+from megatron.training.guard.console import say
+from megatron.training.guard.exit_status import ExitStatus
+from megatron.training.guard.nan_policy import NanPolicy
+from megatron.training.guard.weight_check import WeightCheck
+from megatron.training.report.session import Session
+from megatron.training.report.step_metrics import ForwardStep, StepMetrics
+from megatron.training.run.build import ModelProvider, build_engine, imagined_world
+from megatron.training.run.data import StepBatches
+from megatron.training.run.describe import described, described_model
+from megatron.training.run.parts import RunParts
+from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.pipeline_memory import settle
+from megatron.training.run.rehearse.comparison import account_of, differences, parts_of
+from megatron.training.run.session import new_timers, with_vocabulary
+from megatron.training.run.step import StepRunner
+from megatron.training.run.validated_step import ValidatedStepRunner
+from megatron.training.state import StepTask, TrainState
+
+_ENGINE = (
+    AllGatherPipeline,
+    DistributedDataParallel,
+    FlatBuffer,
+    FlatUpdate,
+    GlobalNormIndex,
+    GradReducePipeline,
+    MixedPrecisionOptimizer,
+    PartialSums,
+    SharedSums,
+    SquaredSums,
+    UnalignedTails,
+    WeightCheck,
+)
+_SHOWN = 20  # differences
+STEPS = 2  # the first makes what lasts, and tells the shapes of messages
+
+
+@dataclasses.dataclass(frozen=True)
+class RehearsedRank:
+    """One rank of a pipeline stage. plan: of its last step. at_rest: bytes between steps, by category. seen: behind
+    each operation of the last step; behind its row, "step", the optimizer's. peak: at which it held the most, with who
+    had it. cpu_s: of its steps."""
+
+    rank: int
+    pp_rank: int
+    plan: Plan
+    purpose: PlanPurpose
+    engine: Engine
+    runner: PipelineRunner
+    at_rest: Mapping[str, int]
+    seen: tuple[Seen, ...]
+    peak: Seen
+    holders: tuple[MemoryHolder, ...]
+    cpu_s: float
+
+    @property
+    def blame(self) -> Peak:
+        return Peak(self.pp_rank, self.peak.operation, "", self.peak.held, self.holders)
+
+
+def rehearse(config: Config, model_provider: ModelProvider, forward_step: ForwardStep) -> int:
+    """`rehearsed`, and what it says; the exit status, not 0 where a rank held something else than planned. Raises
+    whatever a run would."""
+    if LaunchEnv.read().rank:
+        return 0
+    if config.model.padded_vocab_size is None:
+        config = with_vocabulary(config, build_from_config(config.tokenizer), single_process(Device("cpu")))
+    ranks = rehearsed(config, model_provider, forward_step)
+    spec, fullest = ranks[0].runner.spec, max(ranks, key=lambda one: one.peak.total)
+    say(
+        f"rehearsal of {counted(config.world_size, 'rank')}: {counted(STEPS, 'step')} of one rank of each of "
+        f"{counted(len(ranks), 'pipeline stage')}, schedule {spec.schedule}, on tensors without memory"
+    )
+    described = all(one.engine.is_described for one in ranks) and ranks[0].purpose is PlanPurpose.TRAIN
+    found = compared(config, ranks) if described else []
+    for one in ranks:
+        say(f"pipeline rank {one.pp_rank}: at most {size_text(one.peak.total)}, in {one.peak.operation}")
+    say("\n".join(peak_lines(fullest.blame)))
+    if not described:
+        why = (
+            "steps are made before they are decided on"
+            if ranks[0].engine.is_described
+            else "the model is your own"
+        )
+        say(f"not held against a plan's account: {why}")
+    elif found:
+        more = f"; {counted(len(found) - _SHOWN, 'more line')}" if len(found) > _SHOWN else ""
+        say("\n".join(("ERROR: ranks held something else than was planned:", *found[:_SHOWN])) + more)
+    else:
+        boundaries = sum(len(one.seen) for one in ranks)
+        say(f"behind all of {counted(boundaries, 'operation')} every kind of bytes is what was planned")
+    return int(ExitStatus.BUG) if found else 0
+
+
+def rehearsed(
+    config: Config, model_provider: ModelProvider, forward_step: ForwardStep, *, rank: int = 0
+) -> list[RehearsedRank]:
+    """By pipeline rank, of the copy of the model that `rank` has a part of. config: with its vocabulary.
+
+    Raises whatever a run would.
+    """
+    config = described(config)
+    world = imagined_world(config, rank)
+    built = world.run(lambda ps: _BuiltRank(config, ps, model_provider))
+    world.keep_one_a_stage()
+    found = world.run(lambda ps: built[ps.rank].run(forward_step))
+    return sorted(found.values(), key=lambda one: one.pp_rank)
+
+
+def compared(config: Config, ranks: Sequence[RehearsedRank]) -> list[str]:
+    """`differences` of all of them."""
+    spec, found = ranks[0].runner.spec, list[str]()
+    description = described_model(
+        config, ranks[0].engine.model.ps, spec.stages, keeps_gathered=spec.keeps_gathered
+    )
+    for one in ranks:
+        parts = parts_of(config, spec, description, one.engine, one.engine.model.ps)
+        found += differences(account_of(one.plan, one.runner.spec, one.pp_rank, parts), one.seen)
+    return found
+
+
+def steps_of(
+    config: Config, ps: ParallelState, model_provider: ModelProvider, forward_step: ForwardStep
+) -> RehearsedRank:
+    """The same steps by a rank that is there, or is one of an imagined world."""
+    return _BuiltRank(config, ps, model_provider).run(forward_step)
+
+
+class _BuiltRank:
+    """One that has been built."""
+
+    def __init__(self, config: Config, ps: ParallelState, model_provider: ModelProvider) -> None:
+        planner, timers = config.planner(), new_timers(config, ps)
+        quiet: Any = SimpleNamespace(phase=_phase)
+        nothing: Any = None
+        own = config, LaunchEnv(world_size=ps.world_size), ps.device, ps, timers, quiet
+        self.session = _Session(*own, nothing, nothing, time.monotonic(), planner)
+        self._publish()
+        self.engine = build_engine(config, ps, model_provider, planner)
+
+    def _publish(self) -> None:
+        """What user code asks for."""
+        session, config, ps = self.session, self.session.config, self.session.ps
+        batch, place = config.batch_schedule(), {"rank": ps.rank, "world_size": ps.world_size}
+        args = {**session.settings(), **config.extra, **place, "iteration": 0, "curr_iteration": 0}
+        global_vars.provide_here(
+            **place,
+            args=SimpleNamespace(**args, consumed_train_samples=0, consumed_valid_samples=0),
+            config=config,
+            device=ps.device,
+            parallel_state=ps,
+            timers=session.timers,
+            batch_schedule=batch,
+            num_microbatches=lambda: batch.num_microbatches(0),
+            global_batch_size=lambda: batch.global_batch_size(0),
+        )
+
+    def run(self, forward_step: ForwardStep) -> RehearsedRank:
+        """Its steps."""
+        self._publish()
+        session, engine, config = self.session, self.engine, self.session.config
+        settle(session, session.planner, engine)
+        runner = PipelineRunner(session, engine, forward_step, session.planner)
+        validated, ps = config.parallel.enable_optimizer_post_validation, session.ps
+        state = TrainState.start(config)
+        size = config.last_num_microbatches
+        purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
+        plan = session.planner.plan(size, purpose)
+        policy = NanPolicy(
+            config.reliability.nan_policy,
+            config.reliability.nan_max_skips,
+            dynamic_loss_scale=engine.scaler.dynamic,
+        )
+        parts = RunParts(session, engine, runner, policy, state)
+        steps = ValidatedStepRunner(parts, lambda number: None) if validated else StepRunner(parts)
+        source = batches(config, ps.device)
+        data = StepBatches(source, reads=runner.spec.reads_data(ps.pp_rank))
+        watch = self._watch()
+        runner.region = watch.region
+        at_rest, began = dict[str, int](), time.thread_time()
+        with watch:
+            for number in range(1, STEPS + 1):
+                watch.begin()
+                at_rest = watch.held_by_kind()
+                flags = (0.0, 0.0)
+                with watch.region("step"):
+                    for _ in steps.step(data, StepTask(number, size, flags)):
+                        pass
+            for _ in steps.settle(data):
+                pass
+        spent = time.thread_time() - began
+        watch.name_holders()
+        return RehearsedRank(
+            ps.rank,
+            ps.pp_rank,
+            plan,
+            purpose,
+            engine,
+            runner,
+            at_rest,
+            tuple(watch.seen),
+            watch.peak,
+            tuple(watch.holders),
+            spent,
+        )
+
+    def _watch(self) -> StepWatch:
+        paths, weights = dict[int, str](), list[tuple[str, torch.Tensor]]()
+        for chunk in self.engine.chunks:
+            paths |= {id(module): path for path, module in chunk.module.named_modules()}
+            named = [*chunk.module.named_parameters(), *chunk.module.named_buffers()]
+            weights += [(name.rpartition(".")[0], tensor) for name, tensor in named]
+        paths |= {id(StepBatches): BATCHES, id(StepMetrics): FIGURES, id(P2P): MESSAGES}
+        paths |= {id(kind): ENGINE for kind in _ENGINE}
+        device = self.session.ps.device.torch_device
+        return StepWatch(device, paths, weights, self.engine.memory_tracker)
+
+
+class _Session(Session):
+    """Of a rank that says nothing."""
+
+    def print_rank_0(self, *texts: str, brief: str | None = None) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _phase(name: str) -> Iterator[None]:
+    yield
+
+
+def batches(config: Config, device: Device) -> Iterator[dict[str, torch.Tensor]]:
+    """Microbatches as the loader of the flags gives them, without values: on the host, whose memory CPUs compute in."""
+    while True:
+        yield _batch(config, device)  # and keeps none itself
+
+
+def _batch(config: Config, device: Device) -> dict[str, torch.Tensor]:
+    where = torch.device("cpu") if device.kind == "cuda" else device.torch_device
+    size, length = config.training.micro_batch_size, config.model.seq_length or 0
+    batch = {
+        name: torch.zeros(size, length, dtype=torch.int64, device=where)
+        for name in ("tokens", "labels", "position_ids")
+    }
+    if config.data.create_attention_mask_in_dataloader and config.data.reset_attention_mask:
+        batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device=where)
+    return batch | {"loss_mask": torch.ones(size, length, device=where)}

@@ -1,0 +1,106 @@
+"""Rehearsed ranks, ranks of a run and the account of a rank hold the same behind every operation, to the byte."""
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.memory_tracker import PERSISTENT
+from megatron.estimate.peak import peak_json, peak_lines
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import parse_config
+from megatron.training.run.build import imagined_world
+from megatron.training.run.describe import described_model
+from megatron.training.run.rehearse.comparison import account_of, differences, parts_of
+from megatron.training.run.rehearse.rehearsal import rehearsed, steps_of
+from tests.harness.launch_lines import SMALL
+from tests.harness.ranks import run_ranks
+
+ZERO_3 = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
+PP, TP = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+LLAMA = "--position-embedding-type rope --swiglu --disable-bias-linear --normalization RMSNorm"
+LAYOUTS = (
+    ({"dp": 2, "pp": 2}, f"{PP} {ZERO_3} --zero-bubble-v-schedule --bf16 {LLAMA}"),
+    ({"tp": 2, "pp": 2}, f"{PP} {TP} --sequence-parallel --enable-zero-bubble {LLAMA}"),
+)
+
+
+def config_of(words, ranks):
+    flags = "--num-layers 4 --global-batch-size 8 --padded-vocab-size 386"
+    return parse_config([*SMALL, *flags.split(), *words.split()], env=LaunchEnv(world_size=ranks))
+
+
+def description_of(config, spec, ps=None):
+    ps = ps or imagined_world(config).state(0)
+    return described_model(config, ps, spec.stages, keeps_gathered=spec.keeps_gathered)
+
+
+def accounts_of(config, ranks):
+    spec = ranks[0].runner.spec
+    description = description_of(config, spec)
+    for one in ranks:
+        parts = parts_of(config, one.runner.spec, description, one.engine, one.engine.model.ps)
+        yield one, account_of(one.plan, one.runner.spec, one.pp_rank, parts)
+
+
+@pytest.mark.parametrize(("ranks", "words"), LAYOUTS)
+def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words):
+    config = config_of(words, 4)
+    together = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    assert [one.pp_rank for one in together] == [0, 1]
+    for one, account in accounts_of(config, together):
+        assert len(one.seen) == len(account.row) + 1
+        assert differences(account, one.seen) == []
+    description = description_of(config, together[0].runner.spec)
+
+    def body(ctx):
+        ps = ctx.make_ps(**ranks)
+        mine = steps_of(config, ps, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+        spec = mine.runner.spec
+        account = account_of(
+            mine.plan, spec, mine.pp_rank, parts_of(config, spec, description, mine.engine, ps)
+        )
+        return len(mine.seen), differences(account, mine.seen)
+
+    for operations, found in run_ranks(body, 4, timeout=240.0):
+        assert operations > 16
+        assert found == []
+
+
+def test_an_account_that_is_wrong_is_told_by_operation_and_kind():
+    config = config_of(f"{PP} --use-distributed-optimizer", 4)
+    one, account = next(
+        accounts_of(config, rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step))
+    )
+    assert differences(account, one.seen) == []
+    at = next(at for at, seen in enumerate(one.seen) if seen.operation == "0F1")
+    held = one.seen[at].held
+    wrong = (*one.seen[:at], one.seen[at]._replace(held=held | {"batches": held["batches"] + 8}))
+    assert differences(account, wrong) == [
+        "pipeline rank 0, behind 0F1: batches: planned 3,584 bytes (3.5 KiB), seen 3,592 bytes (3.508 KiB)"
+    ]
+
+
+def test_the_peak_names_operation_unit_and_who_has_most():
+    config = config_of(f"{PP} {ZERO_3} --enable-zero-bubble", 4)
+    ranks = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    one, account = list(accounts_of(config, ranks))[1]
+    peak = account.peak
+    assert peak.total == max(moment.total for moment in account.moments)
+    assert peak.operation.startswith("1B")
+    assert peak.unit == "decoder.layers.3"
+    assert set(peak.held) - set(PERSISTENT) >= {
+        "activations",
+        "messages",
+        "batches",
+        "gathered",
+        "temporaries",
+    }
+    sizes = [holder.num_bytes for holder in peak.holders]
+    assert len(sizes) == 10
+    assert sizes == sorted(sizes, reverse=True)
+    assert ("gathered", "decoder.layers.3") in {holder[:2] for holder in peak.holders}
+    first, *rest = peak_lines(peak)
+    assert first.startswith(f"pipeline rank 1 holds the most in {peak.operation}, decoder.layers.3: ")
+    assert len(rest) == 10
+    assert peak_json(peak)["by_kind"] == peak.held
+    rehearsed_most = max(seen.total for seen in one.seen)
+    assert rehearsed_most <= peak.total
