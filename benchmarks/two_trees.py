@@ -19,15 +19,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent.parent
 
 
-def serve(tree: str, size: str, dtype: str, micro_batch: int, steps: int) -> None:
+def serve(tree: str, sizes: list[int], dtype: str, micro_batch: int, steps: int) -> None:
     """Take so many steps for each line of stdin, and answer with the CPU seconds."""
     sys.path.insert(0, tree)
     import torch
 
-    from benchmarks.single_process import DTYPES, SHAPE, SIZES, OurTrainer, make_batches
+    from benchmarks.single_process import DTYPES, OurTrainer, make_batches
 
     torch.set_num_threads(1)
-    shape = dict(zip(SHAPE, SIZES[size], strict=True))
+    shape = dict(zip(("layers", "hidden", "heads", "seq", "vocab"), sizes, strict=True))
     where = str(sys.modules["megatron.core.device"].__file__)
     assert where.startswith(tree), f"{where} is not of {tree}"
     trainer = OurTrainer(shape, DTYPES[dtype])
@@ -84,15 +84,18 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20, help="timed pairs")
     parser.add_argument("--steps", type=int, default=1, help="of each round")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     before = args.before.resolve()
     if args.serve:
-        serve(str(before), args.sizes[0], args.dtypes[0], args.micro_batch, args.steps)
+        serve(str(before), args.serve, args.dtypes[0], args.micro_batch, args.steps)
         return
+    sys.path.insert(0, str(HERE))
+    from benchmarks.single_process import SIZES
+
     for size in args.sizes:
         for dtype in args.dtypes:
-            words = ["--sizes", size, "--dtypes", dtype, "--micro-batch", str(args.micro_batch)]
+            words = [*map(str, SIZES[size]), "--dtypes", dtype, "--micro-batch", str(args.micro_batch)]
             words += ["--steps", str(args.steps)]
             print(f"{size} {dtype}: {compare(before, words, args.rounds)}", flush=True)
 

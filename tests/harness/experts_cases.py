@@ -41,7 +41,7 @@ OF_LAYOUT = {
 OF_MODEL = {
     "router": tuple(ROUTERS),
     "dropping": tuple(DROPPING),
-    "recompute": ("none", "core_attn", "full"),
+    "recompute": ("none", "core_attn", "full", "moe", "shared_experts+mlp", "layernorm+core_attn"),
     "per_token": (False, True),
     "tied": (True, False),
 }
