@@ -25,8 +25,10 @@ from megatron.training.config.flag_table import Arity, spellings
 from megatron.training.config.launch_env import LaunchEnv, LaunchEnvError
 from megatron.training.config.microbatches import BatchSchedule
 from megatron.training.config.problems import ConfigurationError
+from megatron.training.config.rules import plan_problems
 from megatron.training.config.saved_config import apply_checkpoint_args
 from megatron.training.run.arguments import launch_config, parse_config
+from megatron.training.run.describe import described
 from tests.harness.launch_lines import SMALL
 
 MIB = 1 << 20
@@ -344,6 +346,10 @@ def planned(config):
     datetime.timedelta(minutes=config.reliability.distributed_timeout_minutes)
     train_step_flops(config, schedule.target)
     if microbatches * (config.model.num_layers or 1) < 1000:
+        if config.parallel.pipeline_memory_limit is not None or config.rank_budget is not None:
+            config = described(config)
+            if plan_problems(config, LaunchEnv(world_size=config.world_size)):
+                return
         plan_for(config.planner().spec, microbatches, PlanPurpose.TRAIN)
     report = build_report(config, [])
     assert json.loads(render_json(report))
