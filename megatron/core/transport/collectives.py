@@ -195,12 +195,9 @@ def _rows(items: Pairs, group: Group) -> list[tuple[Tensor, Tensor]]:
     """(shard [n], full [size, n]) of each that is not empty."""
     for shard, full in items:
         assert full.numel() == group.size * shard.numel(), f"{full.shape} != {group.size} x {shard.shape}"
-    return [
-        # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
-        (shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1))
-        for shard, full in items
-        if shard.numel()
-    ]
+    # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
+    flat = [(one if one.dim() == 1 else one.view(-1), full.view(group.size, -1)) for one, full in items]
+    return [pair for pair in flat if pair[0].numel()]
 
 
 def _first_call(
