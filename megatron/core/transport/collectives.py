@@ -25,6 +25,7 @@ from megatron.core.transport.gloo_pairs import (
     exchange_in_pairs,
     exchange_uneven,
     gather_in_pairs,
+    own_rows,
 )
 from megatron.core.transport.peer_loss import blame
 from megatron.core.transport.pending import Call, Kept, Pending
@@ -75,7 +76,7 @@ def all_gather_units(pairs: Pairs, group: Group, *, async_op: bool = True) -> Pe
         assert output.dtype == input.dtype, f"{output.dtype} gathered from {input.dtype}"
     flat = [(output.view(group.size, -1), input.view(-1)) for output, input in pairs if input.numel()]
     if group.size == 1 or not flat:
-        for row, input in _own_rows(flat, 0):
+        for row, input in own_rows(flat, 0):
             row.copy_(input)
         return Pending("all_gather", group)
     prepare = (_gather_each if group.backend == "gloo" else _gather_at_once)(flat, group)
@@ -194,12 +195,9 @@ def _rows(items: Pairs, group: Group) -> list[tuple[Tensor, Tensor]]:
     """(shard [n], full [size, n]) of each that is not empty."""
     for shard, full in items:
         assert full.numel() == group.size * shard.numel(), f"{full.shape} != {group.size} x {shard.shape}"
-    return [
-        # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
-        (shard if shard.dim() == 1 else shard.view(-1), full.view(group.size, -1))
-        for shard, full in items
-        if shard.numel()
-    ]
+    # The shard itself where it can be: a view of it would keep the memory of gradients at rest.
+    flat = [(one if one.dim() == 1 else one.view(-1), full.view(group.size, -1)) for one, full in items]
+    return [pair for pair in flat if pair[0].numel()]
 
 
 def _first_call(
@@ -221,18 +219,12 @@ def _take(shard: Tensor, total: Tensor, accumulate: bool) -> None:
         shard.copy_(total)
 
 
-def _own_rows(flat: Pairs, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """(row, input): of outputs that their inputs are no part of."""
-    rows = [(output[rank], input) for output, input in flat]
-    return [(row, input) for row, input in rows if row.data_ptr() != input.data_ptr()]
-
-
 def _gather_each(flat: Pairs, group: Group) -> Callable[[], Prepared]:
     """All-gather on gloo."""
     if host := _on_host([input for _, input in flat], group):
         call = host.all_gather(flat)
         return lambda: (call, None, ())
-    own = _own_rows(flat, group.rank)
+    own = own_rows(flat, group.rank)
 
     def start() -> Running:
         work = gather_in_pairs(flat, _process_group(group))

@@ -124,3 +124,9 @@ def add_in_rank_order(parts: Sequence[Tensor], output: Tensor, *, accumulate: bo
             into.add_(total)
         elif not in_place:
             into.copy_(total)
+
+
+def own_rows(flat: Pairs, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """(row, input): of outputs that their inputs are no part of."""
+    rows = [(output[rank], input) for output, input in flat]
+    return [(row, input) for row, input in rows if row.data_ptr() != input.data_ptr()]
