@@ -33,6 +33,7 @@ from megatron.training.report.timers import Timers
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
 from megatron.training.run.data import StepBatches
+from megatron.training.run.describe import described
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.state import StepTask
 from tests.harness.ranks import RankContext
@@ -137,7 +138,9 @@ def _config(world_size: int, layout: Layout, words: tuple[str, ...], global_batc
     sizes = [*MODEL, *words]
     samples = int(sizes[len(sizes) - sizes[::-1].index("--micro-batch-size")])
     flags = [*MODEL, "--global-batch-size", str(global_batch * samples), *words, *layout.flags]
-    return parse_config(flags, env=LaunchEnv(world_size=world_size))
+    config = parse_config(flags, env=LaunchEnv(world_size=world_size))
+    limits = config.parallel.rank_memory_limit, config.parallel.pipeline_memory_limit
+    return config if limits == (None, None) else described(config)
 
 
 class Run:

@@ -120,6 +120,7 @@ OPENERS = {
     "megatron/core/dist_checkpointing/files.py": "new files of this save, hashed on the way",
     "megatron/core/dist_checkpointing/commit.py": "the manifest that this save has written",
     "tools/cases/running.py": "a checkpoint of this repository, copied for a case",
+    "tools/cases/launchers.py": "the log of a job of its own that has failed",
 }
 
 

@@ -60,8 +60,13 @@ def chosen(args: argparse.Namespace) -> tuple[str, Shown, list[str]]:
     flags. Raises PlanError where these describe no model, or where nothing fits the limit."""
     config = _config(args)
     if config.is_complete:
-        from megatron.training.run.describe import described  # imports torch
-
+        try:
+            from megatron.training.run.describe import described
+        except ModuleNotFoundError as error:
+            raise PlanError(
+                f"--rank-memory-limit describes the model by building it, without memory, and {error.name} is not "
+                "there: pip install torch"
+            ) from error
         config = described(config)
     costs, budget = config.model_costs, config.rank_budget
     if costs is None or budget is None:

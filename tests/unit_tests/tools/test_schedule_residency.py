@@ -108,7 +108,7 @@ LIMITED = (
 )
 
 
-def test_one_limit_chooses_and_says_why_without_torch(tmp_path):
+def test_one_limit_chooses_and_says_why(tmp_path):
     page = tmp_path / "page.html"
     words = (
         *LIMITED,
@@ -121,10 +121,14 @@ def test_one_limit_chooses_and_says_why_without_torch(tmp_path):
         "--format",
         "json",
     )
-    program = f"import sys; sys.modules['torch'] = sys.modules['numpy'] = None; sys.argv[0] = {str(TOOL)!r}\n"
+    without = "sys.modules['torch'] = sys.modules['numpy'] = None; "
+    program = f"import sys; {{}}sys.argv[0] = {str(TOOL)!r}\n"
     program += f"sys.path.insert(0, {str(ROOT)!r}); from tools.show_schedule import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for said, status in ((without, 2), ("", 0)):
+        command = [sys.executable, "-c", program.format(said), *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert ("torch is not there: pip install torch" in done.stderr) == (status == 2)
     told = json.loads(done.stdout)
     head, best, *others = told["reasons"]
     assert head.startswith("1 TFLOP/s and 45 GB/s to data parallel peers")

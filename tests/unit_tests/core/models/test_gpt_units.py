@@ -80,8 +80,9 @@ def test_weights_are_read_between_their_units_first_and_last_forward(pre, post, 
             for name in names:
                 model.get_parameter(name).data.fill_(float("nan"))
 
-        hooks.append(unit.modules[0].register_forward_pre_hook(restore))
-        hooks.append(unit.modules[-1].register_forward_hook(poison))
+        entered = unit.entered_by or unit.modules
+        hooks.append(entered[0].register_forward_pre_hook(restore))
+        hooks.append(entered[-1].register_forward_hook(poison))
         poison()
     ended.clear()
     assert torch.equal(run(), expected)

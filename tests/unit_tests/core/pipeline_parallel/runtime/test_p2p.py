@@ -13,6 +13,7 @@ from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.ir import RECV_B, RECV_F, SEND_B, SEND_F
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.transport.collectives import Pending
+from megatron.core.transport.parallel_state import single_process
 from tests.harness.ranks import run_ranks
 
 
@@ -210,8 +211,7 @@ def test_completed_sends_are_dropped_where_the_backend_says_so(monkeypatch):
 
 
 def test_more_dims_and_other_dtypes_than_a_header_can_say():
-    channel = P2P.__new__(P2P)
-    channel._shapes = {}
+    channel = P2P(single_process())
     with pytest.raises(ModelError, match=r"float32 \[1, .*that is 9 dimensions, and .* at most 8"):
         channel._shake_hands(op(SEND_F, 0, 0, 1), torch.zeros([1] * 9))
     with pytest.raises(ModelError, match=r"int32 \[1\]; .* one of the types float32, float64,"):
