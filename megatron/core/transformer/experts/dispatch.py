@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transformer.experts import routing
 from megatron.core.transformer.experts.routing import Choices, Routes
 from megatron.core.transport import collectives
+from megatron.core.transport.gloo_pairs import add_in_rank_order
 
 
 class Dispatch(Protocol):
@@ -110,14 +111,17 @@ class Exchanged:
         self.weights, self._own, self._ranks = own.weights, own, ranks
         mine, parts, device = ranks.own(len(own.ends)), ranks.etp.size, own.tokens.device
         starts = (0, *own.ends)
-        segments = [(starts[first], starts[last]) for first, last in self._segments(len(mine))]
+        firsts = range(0, len(own.ends), len(mine))  # of each rank of `ep`
+        segments = [(starts[first], starts[first + len(mine)]) for first in firsts]
         self._sent = [end - start for start, end in segments for _ in range(parts)]
         counts = [rows[mine.start : mine.stop] for rows in by_rank]
         self._received = [sum(one) for one in counts]
         self.ends = tuple(itertools.accumulate(map(sum, zip(*counts, strict=True))))
-        # Where each row comes from: of what is sent, the own rows; of what arrives by (rank, expert), by (expert,
-        # rank).
-        self._out = _places([(start, end) for start, end in segments for _ in range(parts)], device)
+        # Where each row comes from: of what is sent, the own rows, where some go to several ranks; of what arrives by
+        # (rank, expert), by (expert, rank).
+        self._out = None
+        if parts > 1:
+            self._out = _places([segment for segment in segments for _ in range(parts)], device)
         flat = [0, *itertools.accumulate(itertools.chain(*counts))]
         blocks = [
             (flat[rank * len(mine) + expert], flat[rank * len(mine) + expert + 1])
@@ -127,10 +131,6 @@ class Exchanged:
         self._by_expert = _places(blocks, device)
         self._by_rank = torch.empty_like(self._by_expert)
         self._by_rank[self._by_expert] = torch.arange(len(self._by_expert), device=device)
-
-    def _segments(self, experts: int) -> list[tuple[int, int]]:
-        """The experts of each rank of `ep`."""
-        return [(rank * experts, (rank + 1) * experts) for rank in range(self._ranks.ep_size)]
 
     def rows(self, x: Tensor) -> Tensor:
         return self._to_experts(x.index_select(0, self._own.tokens))
@@ -157,7 +157,7 @@ class Exchanged:
 
     def _to_experts(self, own: Tensor) -> Tensor:
         """[own rows, ...] -> [rows, ...]."""
-        sent = own if self._ranks.etp.size == 1 else own.index_select(0, self._out)
+        sent = own if self._out is None else own.index_select(0, self._out)
         arrived = own.new_empty(sum(self._received), *own.shape[1:])
         collectives.all_to_all(arrived, sent, self._received, self._sent, self._ranks.peers)
         return arrived.index_select(0, self._by_expert)
@@ -174,8 +174,13 @@ class Exchanged:
             if parts == 1:
                 return back
             pieces = back.split(self._sent)
-            own = [pieces[first : first + parts] for first in range(0, len(pieces), parts)]
-            return torch.cat([_sum_in_order(of_segment) for of_segment in own])
+            own = rows.new_empty(sum(self._sent[::parts]), *rows.shape[1:])
+            for first, segment in enumerate(own.split(self._sent[::parts])):
+                add_in_rank_order(
+                    [piece.view(-1) for piece in pieces[first * parts : (first + 1) * parts]],
+                    segment.view(-1),
+                )
+            return own
 
         return finish
 
@@ -214,9 +219,8 @@ def _routes(choices: Choices) -> Routes:
     experts, weights, kept, of_experts, even_rows = choices
     if experts.is_meta:
         return routing.routes_of(experts, weights, None, routing.balanced_counts(even_rows, len(of_experts)))
-    return routing.routes_of(
-        experts, weights, kept, of_experts.tolist()
-    )  # sync: how many rows each product has
+    counts = of_experts.tolist()  # sync: how many rows each product has
+    return routing.routes_of(experts, weights, kept, counts)
 
 
 def _own_choices(choices: Choices, tp: TensorParallel) -> Choices:
@@ -252,10 +256,3 @@ def _places(blocks: list[tuple[int, int]], device: torch.device) -> Tensor:
         rows = sum(end - start for start, end in blocks)
         return torch.empty(rows, dtype=torch.int64, device=device)
     return torch.from_numpy(np.concatenate([np.arange(*block) for block in blocks])).to(device)
-
-
-def _sum_in_order(parts: tuple[Tensor, ...]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
