@@ -1,10 +1,10 @@
-"""The moment at which a rank holds the most, and who has it: one record, and one wording for page, log, JSON and errors
+"""The moment at which a rank holds the most, and who has it: one record, and one wording for page, log and errors
 (floor 0, pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.core.words import size_text
 
@@ -44,9 +44,3 @@ def peak_lines(peak: Peak) -> list[str]:
     for kind, what, num_bytes in peak.holders:
         lines.append(f"  {size_text(num_bytes)} {kind}{f' of {what}' if what else ''}")
     return lines
-
-
-def peak_json(peak: Peak) -> dict[str, Any]:
-    """The same as plain data."""
-    holders = [holder._asdict() for holder in peak.holders]
-    return {"operation": peak.operation, "unit": peak.unit, "by_kind": dict(peak.held), "holders": holders}

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.words import size_text
+from megatron.core.words import counted, size_text
 from megatron.estimate.description import ModelDescription
 from megatron.estimate.rank_account import RankAccount, rank_account
 from megatron.estimate.rank_parts import RankParts
@@ -57,7 +57,8 @@ def account_of(plan: Plan, spec: ScheduleSpec, rank: int, parts: RankParts) -> R
 
 
 def differences(account: RankAccount, seen: Sequence[Seen]) -> list[str]:
-    """A line for each kind of bytes and operation behind which a rehearsal, or a run, held something else."""
+    """A line for each kind of bytes and operation behind which a rehearsal, or a run, held something else, and for each
+    operation of the row that it has not come to."""
     places: defaultdict[str, list[int]] = defaultdict(list)
     for place, op in enumerate(account.row):
         places[op_text(op)].append(place)
@@ -72,6 +73,10 @@ def differences(account: RankAccount, seen: Sequence[Seen]) -> list[str]:
         for kind in (kind for kind in sorted(mine.keys() | its.keys()) if mine[kind] != its[kind]):
             told = f"planned {_exact(mine[kind])}, seen {_exact(its[kind])}"
             lines.append(f"pipeline rank {account.rank}, behind {one.operation}: {kind}: {told}")
+    for text, at in places.items():
+        if met[text] != len(at):
+            often = f"planned {counted(len(at), 'time')}, seen {met[text]}"
+            lines.append(f"pipeline rank {account.rank}, {text}: {often}")
     return lines
 
 

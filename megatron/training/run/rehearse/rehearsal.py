@@ -124,8 +124,11 @@ def rehearse(config: Config, model_provider: ModelProvider, forward_step: Forwar
         more = f"; {counted(len(found) - _SHOWN, 'more line')}" if len(found) > _SHOWN else ""
         say("\n".join(("ERROR: ranks held something else than was planned:", *found[:_SHOWN])) + more)
     else:
-        boundaries = sum(len(one.seen) for one in ranks)
-        say(f"behind all of {counted(boundaries, 'operation')} every kind of bytes is what was planned")
+        operations = sum(len(one.plan.rows[one.pp_rank]) for one in ranks)
+        say(
+            f"behind all of {counted(operations, 'operation')} of the plan every kind of bytes, temporaries left out, "
+            "is what was planned"
+        )
     return int(ExitStatus.BUG) if found else 0
 
 
