@@ -66,8 +66,8 @@ def described_or_why(config: Config) -> tuple[Config, str]:
 def build_report(config: Config, problems: Sequence[Problem], undescribed: str = "") -> Report:
     """Compute what can be computed of a configuration, sound or not. undescribed: why nobody has looked at its model;
     problems and an incomplete shape say so by themselves."""
-    grid, several, spec = _or_none(config.grid), config.parallel.expert_model_parallel_size != 1, None
-    experts = _or_none(config.expert_grid) if several else None
+    grid, part, spec = _or_none(config.grid), _or_none(config.world_part), None
+    experts = None if part is None else part.experts
     config = with_vocabulary(config)
     absent = shape_elsewhere(config.checkpoint)
     unknown = NOT_HERE if absent else _unbuilt(problems)
