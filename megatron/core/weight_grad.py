@@ -101,7 +101,8 @@ def _accumulate_by_expert(
 def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scale: float = 1.0) -> None:
     """total [...] += scale * addend [...]; overwrite: total = scale * addend. The product is taken in total's dtype.
 
-    An addend of another dtype is added some rows at a time: the addition first widens it into a temporary.
+    An addend of another dtype is added some rows at a time: the addition first widens it into a temporary. Without
+    memory, where nothing is widened, it is one call.
     """
     if overwrite:
         total.copy_(addend)
@@ -112,7 +113,7 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
         total.add_(addend)
         return
     most = elements_at_a_time(total, WIDENED_ELEMENTS)
-    if total.dtype == addend.dtype or total.dim() < 2 or total.numel() <= most:
+    if total.dtype == addend.dtype or total.is_meta or total.dim() < 2 or total.numel() <= most:
         total.add_(addend, alpha=scale)
         return
     rows = max(1, most // (total.numel() // total.shape[0]))

@@ -163,9 +163,10 @@ class _Experts(NamedTuple):
 
 
 def _weigh(x: Tensor, each: Tensor) -> Tensor:
-    """x [rows, n] times each [rows, 1], where x is: the product in the wider dtype is rounded once."""
+    """x [rows, n] times each [rows, 1], where x is: the product in the wider dtype is rounded once. Without memory
+    there is no cache to keep to, and thousands of parts would be as many calls that compute nothing."""
     dtype = torch.promote_types(x.dtype, each.dtype)
-    if dtype == x.dtype:
+    if dtype == x.dtype or x.is_meta:
         return x.mul_(each)
     rows = max(1, elements_at_a_time(x, _WIDENED_ELEMENTS) // x.shape[1])
     for part, of_part in zip(x.split(rows), each.split(rows), strict=True):
