@@ -17,7 +17,9 @@ from tools import generate
 from tools.checkpoint import main as checkpoint
 
 SAMPLE = torch.randint(VOCAB - 1, (POSITIONS,), generator=torch.Generator().manual_seed(2))
-PIPELINE = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-bubble-v-schedule".split()
+PIPELINE = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --zero-bubble-v-schedule"
+).split()
 FSDP = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params".split()
 LAYOUTS = {"tp 2 x pp 2": (4, PIPELINE), "fsdp 2": (2, FSDP)}
 # What a run says by itself: nothing of the model. Its last id is the end of a document.
