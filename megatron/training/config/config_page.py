@@ -91,12 +91,10 @@ def _memory(report: Report, facts: Facts) -> str:
     states = config.state_bytes
     if not per_rank or states is None:
         return ""
-    if config.world_part().experts is not None:
-        return (
-            "not known: experts lie on ranks of their own, by whose number the estimate does not divide yet"
-        )
-    each, grid = states.of_parameter, config.grid()
-    at_rest = [each * per_rank[grid.rank({"pp": stage})] for stage in range(grid.pp)]
+    of_experts, grid = facts["parameters"]["experts_per_rank"], config.grid()
+    firsts = [grid.rank({"pp": stage}) for stage in range(grid.pp)]
+    held = [(per_rank[rank] - of_experts[rank], 0, of_experts[rank]) for rank in firsts]
+    at_rest = list(map(states.of_rank, held))
     told = "weights, gradients, optimizer's state"
     model, number = config.model_costs, (facts["pipeline"] or {}).get("microbatches")
     found = order_of(spec, number) if spec else None

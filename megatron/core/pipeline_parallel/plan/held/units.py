@@ -21,7 +21,14 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import BW, READS_WEIGHTS, WRITES_GRADS, B, F, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.sharding_table import RankGroup, Sharding, ShardOver, ShardPlace
+from megatron.core.sharding_table import (
+    DENSE_GROUPS,
+    RankGroup,
+    Sharding,
+    ShardOver,
+    ShardPlace,
+    rank_groups,
+)
 
 Access = tuple[int, ...]
 
@@ -106,7 +113,8 @@ class StateBytes:
     parallel ranks). weight: as it is gathered. grad, main_grad: as it is reduced where gradients are cut, and as it is
     summed up. main_weight: 0 where the weights are the main ones. optimizer: of moments, and of copies to take a step
     back by. bucket_size, num_buckets: where gradients are whole, elements to which neighbours are merged, or how many
-    units they are merged to; None, None: a bucket a unit.
+    units they are merged to; None, None: a bucket a unit. groups: names of the ranks of place. experts: of experts with
+    a grid of their own; None: as all else.
     """
 
     sharding: Sharding
@@ -119,6 +127,8 @@ class StateBytes:
     optimizer: int = 0
     bucket_size: int | None = None
     num_buckets: int | None = None
+    groups: tuple[str, str] = DENSE_GROUPS
+    experts: StateBytes | None = None
 
     @property
     def reduced(self) -> int:
@@ -140,6 +150,11 @@ class StateBytes:
         rest = sum(size / ways for size, ways in self.at_rest)
         return rest + self.optimizer / self.place.ways(self.sharding.optimizer)
 
+    def of_rank(self, parameters: tuple[int, int, int]) -> float:
+        """Of all states of so many parameters, those of each flat buffer, on a rank."""
+        own, shared, experts = parameters
+        return (own + shared) * self.of_parameter + experts * (self.experts or self).of_parameter
+
     def merged_to(self, numel: int) -> int:
         """Elements that merged units have at least, of so many that a rank trains."""
         assert self.bucket_size is not None, "units that are not merged"
@@ -148,6 +163,20 @@ class StateBytes:
     def laid_out(self, unit: UnitCosts, parameters: tuple[int, int, int]) -> UnitCosts:
         """A unit with what so many parameters take, those of each flat buffer in a bucket of their own: of the rank
         alone, shared ones, experts. extra_grad_bytes: of the unit that is given, elements."""
+        own, shared, experts = parameters
+        cuts = [(self, parameters)]
+        if self.experts is not None:
+            cuts = [(self, (own, shared, 0)), (self.experts, (0, 0, experts))]
+        states = [sizes._states(held) for sizes, held in cuts if any(held)]
+        return dataclasses.replace(
+            unit,
+            shares=tuple(share for shares, _ in states for share in shares),
+            extra_grad_bytes=unit.extra_grad_bytes * self.reduced,
+            optimizer_bytes=sum(size for _, size in states),
+        )
+
+    def _states(self, parameters: tuple[int, int, int]) -> tuple[tuple[Share, Share], int]:
+        """Shares of what lies in one grid, and bytes of its optimizer."""
         buckets = [-(-numel // self.align) * self.align for numel in parameters if numel]
         numel, row, ways = sum(buckets), self.sharding, self.place.ways
         # What is whole and shared is summed later, and all-reduces take a bucket each.
@@ -155,7 +184,7 @@ class StateBytes:
         later = row.main_grads is ShardOver.NONE and shared > 0 and own + experts > 0
         scattered = row.optimizer is ShardOver.FULL and self.place.outer_size > 1
         summed = ways(row.main_grads if scattered else row.optimizer)
-        inner, outer = self.place.groups
+        inner, outer = rank_groups(self.place, self.groups)
         cut = Share(
             inner,
             gathered=numel * self.weight,
@@ -169,12 +198,7 @@ class StateBytes:
             reduced=numel // summed * self.main_grad,
             calls=1 + later if scattered else len(buckets),
         )
-        return dataclasses.replace(
-            unit,
-            shares=(cut, repeated),
-            extra_grad_bytes=unit.extra_grad_bytes * self.reduced,
-            optimizer_bytes=numel // ways(row.optimizer) * self.optimizer,
-        )
+        return (cut, repeated), numel // ways(row.optimizer) * self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
