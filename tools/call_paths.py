@@ -5,9 +5,9 @@
     python tools/call_paths.py --files    # and the files of each path, in order, with the functions
 
 Four ranks of a tiny run (two pipeline stages under a searched schedule, two shards of each) train, save, and a second
-run loads what the first has saved. On rank 0 every call is looked at. A path has legs, each from a function to one that is called
-below it, directly or not; its files are those of `megatron/` on the call stack between them, each counted once. Calls
-that have returned before are not on the stack: what computes a value on the way is not on the path.
+run loads what the first has saved. On rank 0 every call is looked at. A path has legs, each from a function to one that
+is called below it, directly or not; its files are those of `megatron/` on the call stack between them, each counted
+once. Calls that have returned before are not on the stack: what computes a value on the way is not on the path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ RUN = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data "
     "--num-workers 0 --eval-iters 0 --train-iters 1 --save checkpoint --save-interval 1 "
-    "--pipeline-model-parallel-size 2 --enable-zero-bubble --use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    "--pipeline-model-parallel-size 2 --enable-zero-bubble "
+    "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
 ).split()
 RESUMED = (*RUN, "--load", "checkpoint", "--train-iters", "2", "--override-opt_param-scheduler")
 
@@ -64,8 +65,10 @@ class CallPath(NamedTuple):
 _LOOP = Function("training/run/loop.py", "_iteration")
 _ROW = Function("core/pipeline_parallel/runtime/executor.py", "run")
 _LANE = Function("core/pipeline_parallel/runtime/data_parallel_lane.py", "_perform")
-_W = Function("core/pipeline_parallel/runtime/stage.py", "backward_weight")
-_PRETRAIN = Function("training/run/training.py", "pretrain")
+_W = Function("core/weight_grad.py", "flush")
+_REDUCED = Function("core/distributed/custom_fsdp/grad_reduce_pipeline.py", "_launch")
+_ARRIVED = Function("core/transport/shm_transport.py", "_go_on")
+_LOADED = Function("core/dist_checkpointing/loading.py", "load_pieces")
 PATHS = (
     CallPath(
         "from the training loop to the first layer",
@@ -76,14 +79,16 @@ PATHS = (
         "the gradient of a sharded weight, from its layer to its shard",
         8,
         (
-            Leg(Function("core/transformer/layer_halves.py", "backward"), Function("core/weight_grad.py", "put")),
+            Leg(
+                Function("core/transformer/layer_halves.py", "backward"),
+                Function("core/weight_grad.py", "put"),
+            ),
             Leg(_W, Function("core/distributed/custom_fsdp/grad_reduce_pipeline.py", "grad_begins")),
             Leg(_W, Function("core/weight_grad.py", "accumulate_wgrad")),
-            Leg(_LANE, Function("core/transport/collectives.py", "reduce_scatter_units")),
-            Leg(
-                Function("core/distributed/custom_fsdp/grad_reduce_pipeline.py", "_wait_for"),
-                Function("core/transport/collectives.py", "_take"),
-            ),
+            Leg(_LANE, _REDUCED),
+            Leg(_REDUCED, Function("core/transport/shm_transport.py", "_start")),
+            # where the last rank's part comes: in the start or in a wait
+            Leg(_ARRIVED, Function("core/transport/gloo_pairs.py", "add_in_rank_order")),
         ),
     ),
     CallPath(
@@ -99,19 +104,36 @@ PATHS = (
                 Function("core/dist_checkpointing/storage.py", "write_shard"),
             ),
             Leg(
-                Function("training/run/run_checkpoints.py", "load"),
-                Function("core/dist_checkpointing/files.py", "read_into"),
+                Function("training/run/run_checkpoints.py", "save"),
+                Function("core/dist_checkpointing/shard_files.py", "lay_out"),
             ),
+            Leg(Function("training/run/run_checkpoints.py", "load"), _LOADED),
+            Leg(_LOADED, Function("core/dist_checkpointing/chunk_reader.py", "read")),
+            Leg(_LOADED, Function("core/dist_checkpointing/files.py", "read_into")),
         ),
     ),
     CallPath(
         "a searched schedule under ZeRO-3, from the flags to the executor",
         30,
         (
-            Leg(_PRETRAIN, Function("training/planner.py", "plan")),
             Leg(
-                Function("training/planner.py", "plan"),
-                Function("core/pipeline_parallel/plan/search/compaction.py", "fill"),
+                Function("training/run/arguments.py", "launch_config"),
+                Function("training/config/config.py", "from_flat"),
+            ),
+            Leg(
+                Function("training/run/training.py", "pretrain"), Function("training/planner.py", "__init__")
+            ),
+            *(
+                Leg(
+                    Function("training/planner.py", "plan"),
+                    Function(f"core/pipeline_parallel/plan/{file}", name),
+                )
+                for file, name in (
+                    ("search/clock.py", "__init__"),
+                    ("passes/residency_rows.py", "written"),
+                    ("passes/lower.py", "add_comm"),
+                    ("held/verify_residency.py", "verify_residency"),
+                )
             ),
             Leg(_LOOP, _ROW),
         ),
@@ -195,7 +217,13 @@ def traced() -> dict[Leg, list[Function]]:
 
 
 def _variables(rank: int, port: int) -> dict[str, str]:
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": RANKS,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "MASTER_PORT": port,
+    }
     named = {name: str(value) for name, value in own.items()}
     return {**os.environ, **named, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
