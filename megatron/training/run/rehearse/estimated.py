@@ -45,7 +45,7 @@ def estimated(config: Config, planner: Planner) -> RunEstimate:
 def _microbatches(config: Config, spec: ScheduleSpec) -> int:
     """Of a step, that are looked at."""
     every, ranks, stages = config.last_num_microbatches, spec.placement.num_ranks, spec.placement.num_stages
-    enough = max(4 * stages, _MANY // stages // ranks * ranks)
+    enough = max(3 * ranks, _MANY // stages // ranks * ranks)
     repeats = spec.file is None and spec.schedule != "gpipe" and not spec.row.searched
     return min(every, enough) if repeats else every
 
