@@ -45,7 +45,6 @@ def measured(slurm: Cluster, folder: Path) -> dict[str, list[float]]:
     metrics, since = folder / "ck" / "metrics.jsonl", time.time()
     job: Job = started(slurm, folder)
     logs = folder / "ck" / f"slurm-{job.id}"
-    first, again = logs / "attempt-0.0", logs / "attempt-0.1"
     reaches(job, folder, 2)
     times = [since]
     for iteration, pid in ((6, lambda: job.ranks("n2")[0]), (10, lambda: job.launcher("n2"))):
@@ -53,6 +52,7 @@ def measured(slurm: Cluster, folder: Path) -> dict[str, list[float]]:
         os.kill(pid(), signal.SIGKILL)
         reaches(job, folder, iteration)
     job.wait()
+    first, again = sorted(logs.iterdir())
     rows = zip((first, first, again), (0, 1, 0), times, strict=True)
     names = ("sbatch", "`kill -9` of a rank", "`kill -9` of a launcher")
     return dict(

@@ -25,7 +25,10 @@ from typing import Any
 from megatron.command import SCRIPTS
 from megatron.training.guard import signals
 
-IMPORTED = ("megatron.training.run.training", "torch.fx.experimental.symbolic_shapes")  # the last for a description
+IMPORTED = (
+    "megatron.training.run.training",
+    "torch.fx.experimental.symbolic_shapes",
+)  # the last for a description
 PYTHON = (sys.executable, "-u")  # what a rank's words begin with
 
 

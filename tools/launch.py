@@ -87,6 +87,7 @@ def launch(words: Sequence[str]) -> int:
         return 0 if words else int(ExitStatus.CONFIGURATION)
     started = called(command)
     save = last_value(command, "--save")
+    goes_on = folder_that_goes_on(command) if RESTART_LOST in flags else None
     end_at_once(functools.partial(last_words, LaunchEnv(), save))  # until torch's agent listens
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     with cpp_logs_off():
@@ -96,10 +97,8 @@ def launch(words: Sequence[str]) -> int:
     quiet_agent()
     if not LaunchEnv().gpu_present():
         fork_ranks(started[0])
-    if RESTART_LOST in flags:
-        if save is None or save != last_value(command, "--load"):
-            raise LaunchError(f"{RESTART_LOST} goes on from what is saved: --save and --load name one folder")
-        restart_lost_ranks(Path(save))
+    if goes_on is not None:
+        restart_lost_ranks(goes_on)
         flags = [f"--max-restarts={sys.maxsize}", *(flag for flag in flags if flag != RESTART_LOST)]
     args = torchrun.get_args_parser().parse_args([*flags, "--no-python", sys.executable, "-u", *started])
     args.signals_to_handle = ",".join(dict.fromkeys([*args.signals_to_handle.split(","), "SIGUSR1"]))
@@ -162,6 +161,14 @@ def called(command: Sequence[str]) -> list[str]:
         return ["-m", "megatron", *command]
     script, _, flags = COMMANDS[name]
     return [str(SCRIPTS / script), *flags, *command[len(name.split()) :]]
+
+
+def folder_that_goes_on(command: Sequence[str]) -> Path:
+    """That of --save, which the same command goes on from. Raises LaunchError."""
+    save = last_value(command, "--save")
+    if save is None or save != last_value(command, "--load"):
+        raise LaunchError(f"{RESTART_LOST} goes on from what is saved: --save and --load name one folder")
+    return Path(save)
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ def test_a_launcher_is_killed(slurm, tmp_path, node):
     job = started(slurm, tmp_path)
     reaches(job, tmp_path, 3)
     kill(job.launcher(node))
-    again = job.wait_for("(requeued|started again)")
-    ends_as_undisturbed(job, tmp_path, restarts=int(again[1] == "requeued"), attempts=2)
+    job.wait_for("started again on the same nodes")
+    ends_as_undisturbed(job, tmp_path, restarts=0, attempts=2)
 
 
 @pytest.mark.full
