@@ -41,6 +41,7 @@ def accounts_of(config, ranks):
         yield one, account_of(one.plan, one.runner.spec, one.pp_rank, parts)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("ranks", "words"), LAYOUTS)
 def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words):
     config = config_of(words, 4)
