@@ -25,10 +25,8 @@ from typing import Any
 from megatron.command import SCRIPTS
 from megatron.training.guard import signals
 
-IMPORTED = (
-    "megatron.training.run.training",
-    "torch.fx.experimental.symbolic_shapes",
-)  # the last for a description
+TRAINER = "megatron.training.run.training"
+DESCRIPTION = "torch.fx.experimental.symbolic_shapes"  # the first rank needs it for the model's
 PYTHON = (sys.executable, "-u")  # what a rank's words begin with
 
 
@@ -38,7 +36,7 @@ def fork_ranks(script: str) -> None:
     home = Path(script).resolve().parent
     if script.endswith(".py") and home != SCRIPTS and (home / "megatron").exists():
         return
-    for name in IMPORTED:
+    for name in (TRAINER, DESCRIPTION):
         importlib.import_module(name)
     where = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     handler = importlib.import_module(where).SubprocessHandler
