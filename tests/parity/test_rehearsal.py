@@ -55,10 +55,11 @@ def accounts_of(config, ranks):
     spec = ranks[0].runner.spec
     description = description_of(config, spec)
     for one in ranks:
-        parts = parts_of(config, one.runner.spec, description, one.engine, one.engine.model.ps)
+        parts = parts_of(config, one.runner.spec, description, one.engine.model)
         yield one, account_of(one.plan, one.runner.spec, one.pp_rank, parts)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("ranks", "words"), LAYOUTS)
 def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words):
     config = config_of(words, 4)
@@ -74,7 +75,7 @@ def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words
         mine = steps_of(config, ps, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
         spec = mine.runner.spec
         account = account_of(
-            mine.plan, spec, mine.pp_rank, parts_of(config, spec, description, mine.engine, ps)
+            mine.plan, spec, mine.pp_rank, parts_of(config, spec, description, mine.engine.model)
         )
         return len(mine.seen), differences(account, mine.seen)
 

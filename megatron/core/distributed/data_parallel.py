@@ -1,4 +1,4 @@
-"""The data parallel engine, for every row of the table of sharding strategies (`sharding.py`) and all chunks of a rank.
+"""The data parallel engine, for every row of the table of strategies (`sharding_table.py`), all chunks of a rank.
 
 It holds what gathers weights and what reduces gradients, unit by unit. Both do so when they are told: by a pipeline's
 plan (`GradSync`), or by a loop of one's own, which need not tell anything where weights are unsharded:

@@ -155,7 +155,7 @@ def compared(config: Config, ranks: Sequence[RehearsedRank]) -> list[str]:
         config, ranks[0].engine.model.ps, spec.stages, keeps_gathered=spec.keeps_gathered
     )
     for one in ranks:
-        parts = parts_of(config, spec, description, one.engine, one.engine.model.ps)
+        parts = parts_of(config, spec, description, one.engine.model)
         found += differences(account_of(one.plan, one.runner.spec, one.pp_rank, parts), one.seen)
     return found
 
