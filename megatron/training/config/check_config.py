@@ -116,8 +116,9 @@ def render_text(report: Report) -> str:
 
 def _estimate(config: Config) -> RunEstimate | None:
     """What ranks hold; None of a model that is not described or has very many layers, and where there is no plan."""
-    planner = _or_none(config.planner)
-    if config.description is None or planner is None or len(config.description.layers) > MOST_LAYERS:
+    if config.description is None or len(config.description.layers) > MOST_LAYERS:
+        return None
+    if (planner := _or_none(config.planner)) is None:
         return None
     estimated = importlib.import_module("megatron.training.run.rehearse.estimated").estimated
     return _or_none(functools.partial(estimated, config, planner))
