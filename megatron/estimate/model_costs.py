@@ -17,7 +17,8 @@ from typing import NamedTuple
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.transformer.layer_table import LayerKind, layer_table
 from megatron.core.transformer.model_config import TransformerConfig
