@@ -79,6 +79,7 @@ def test_plan_line(two_ranks):
     assert plan["persistent_bytes_per_rank"][0] >= 30592 * 16  # weights, gradients, two moments in fp32
     assert set(plan) == {
         "schedule", "hash", "ops_per_rank", "sharding", "persistent_bytes_per_rank", "post_validation",
+        "expert_parallel", "context_parallel",
     }  # fmt: skip
 
 
