@@ -209,11 +209,16 @@ def weight_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> lis
     """The settings that decide what weights mean and are not those of a checkpoint, each with both values.
 
     saved: its configuration. here: this run's, flat. What one of them does not name is not compared, but for settings
-    of ours, which came later: what does not name them is of a model without.
+    of ours, which came later: what does not name them is of a model without. What balances experts is no part of a
+    model, but for sinkhorn, which weighs them by other scores (`routing.by_sinkhorn`).
     """
     saved = {name: FIELDS[name][1].default for name in WEIGHT_FIELDS if _MARKS[name].ours} | dict(saved)
     compared = (name for name in WEIGHT_FIELDS if name in saved and name in here)
-    return [
+    name = "moe_router_load_balancing_type"
+    balancing = [list(one[name]) for one in (saved, here) if one.get("num_experts") and one.get(name)]
+    differ = len({"sinkhorn" in words for words in balancing}) == 2
+    others = [f"{name}: checkpoint {balancing[0]}, this run {balancing[1]}"] if differ else []
+    return others + [
         f"{name}: checkpoint {before!r}, this run {now!r}"
         for name in compared
         if _decides(name, saved) and _decides(name, here)

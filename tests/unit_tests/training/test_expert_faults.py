@@ -4,6 +4,7 @@ are of all experts, those without tokens too."""
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.param_meta import region_slices
@@ -83,6 +84,7 @@ def faults(ctx):
     return by_layout
 
 
+@pytest.mark.grid
 def test_what_is_not_finite_in_one_expert_is_named():
     for rank in run_ranks(faults, 2):
         for layout, (gradient, update, save, weight) in zip(LAYOUTS, rank, strict=True):
@@ -101,6 +103,7 @@ def trained(ctx):
     return outcomes
 
 
+@pytest.mark.grid
 def test_zeros_of_gradients_and_the_norm_of_weights_count_every_expert():
     """An expert without tokens has a gradient of zeros alone, and others none."""
     (((alone, _, (counts,)),),) = run_ranks(trained, 1)
