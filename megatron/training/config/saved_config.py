@@ -215,9 +215,12 @@ def weight_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> lis
     saved = {name: FIELDS[name][1].default for name in WEIGHT_FIELDS if _MARKS[name].ours} | dict(saved)
     compared = (name for name in WEIGHT_FIELDS if name in saved and name in here)
     name = "moe_router_load_balancing_type"
-    balancing = [list(one[name]) for one in (saved, here) if one.get("num_experts") and one.get(name)]
-    differ = len({"sinkhorn" in words for words in balancing}) == 2
-    others = [f"{name}: checkpoint {balancing[0]}, this run {balancing[1]}"] if differ else []
+    balancing: list[Any] = [one.get(name) for one in (saved, here) if one.get("num_experts")]
+    if len({"sinkhorn" in words for words in balancing if words}) == 2:
+        before, now = map(list, balancing)
+        others = [f"{name}: checkpoint {before}, this run {now}"]
+    else:
+        others = []
     return others + [
         f"{name}: checkpoint {before!r}, this run {now!r}"
         for name in compared
