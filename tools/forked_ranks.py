@@ -26,6 +26,7 @@ from megatron.command import SCRIPTS
 from megatron.training.guard import signals
 
 TRAINER = "megatron.training.run.training"
+DESCRIPTION = "torch.fx.experimental.symbolic_shapes"  # the first rank needs it for the model's
 PYTHON = (sys.executable, "-u")  # what a rank's words begin with
 
 
@@ -35,7 +36,8 @@ def fork_ranks(script: str) -> None:
     home = Path(script).resolve().parent
     if script.endswith(".py") and home != SCRIPTS and (home / "megatron").exists():
         return
-    importlib.import_module(TRAINER)
+    for name in (TRAINER, DESCRIPTION):
+        importlib.import_module(name)
     where = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     handler = importlib.import_module(where).SubprocessHandler
     start = handler._popen

@@ -6,13 +6,14 @@
 
 A CASE is a YAML file in Megatron-LM's shape, a folder with a model_config.yaml, or the name of one in
 tests/functional_tests/cases; docs/functional_tests.md has the rest. Exit status: 0, 1 where a figure differs or a run
-has failed, 2 for a wrong flag or case.
+has failed, 2 for a wrong flag or case, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,17 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [read_case(find(word)) for word in args.cases]
         if ignored := sorted({key for case in cases for key in case.ignored}):
             print(f"without a meaning here: {', '.join(ignored)}", file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix="cases-") as folder:
+        with tempfile.TemporaryDirectory(prefix="cases-", ignore_cleanup_errors=True) as folder:
             out = Path(folder) if getattr(args, "out", None) is None else args.out.resolve()
             return max(_one(case, args, out) for case in cases)
     except (CaseError, MissingPackageError) as error:
         print(f"{line.prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{line.prog}: interrupted; the run is stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _one(case: Case, args: argparse.Namespace, out: Path) -> int:
     """Run or compare a case and say what came of it; its exit status."""
-    golden = args.golden or case.golden
+    path = args.golden or case.golden
+    golden = None if args.command == "record" else _golden_of(case, path, args.command == "compare")
     made: list[Judgement] = []
     if args.command == "compare":
         found = RunFigures(*read_logs(args.logs))
@@ -95,10 +100,11 @@ def _one(case: Case, args: argparse.Namespace, out: Path) -> int:
         if failed := [verdict.metric for verdict in made if verdict.passed is False]:
             print(f"{case.name}: nothing is recorded: {', '.join(failed)} differ", file=sys.stderr)
             return 1
-        write_golden(golden, found, judged(found, case.metrics))
-        say(f"{case.name}: wrote {golden}")
+        write_golden(path, found, judged(found, case.metrics))
+        say(f"{case.name}: wrote {path}")
         return 0
-    made += _beside(case, golden, found, args.judge_time, needed=not made)
+    if golden is not None:
+        made += _beside(case, golden, found, args.judge_time)
     for verdict in made:
         mark = {True: "ok  ", False: "FAIL", None: "    "}[verdict.passed]
         say(f"  {mark} {verdict.metric}: {verdict.text}")
@@ -107,15 +113,20 @@ def _one(case: Case, args: argparse.Namespace, out: Path) -> int:
     return int(not passed)
 
 
-def _beside(case: Case, path: Path, found: RunFigures, judge_time: bool, *, needed: bool) -> list[Judgement]:
-    """What golden values say of figures. needed: False where the case has compared something without."""
-    if not needed and not path.exists():
-        return []
+def _golden_of(case: Case, path: Path, needed: bool) -> RunFigures | None:
+    """Golden values of this case; None where there are none, and it compares runs of its own. Raises CaseError."""
+    if not needed and case.compares_its_runs and not path.exists():
+        return None
     golden = read_golden(path)
     if golden.case and golden.case != digest(case):
         raise CaseError(
             f"{path}: these are the golden values of another case, or of this one before it was changed"
         )
+    return golden
+
+
+def _beside(case: Case, golden: RunFigures, found: RunFigures, judge_time: bool) -> list[Judgement]:
+    """What golden values say of figures."""
     judged(found, case.metrics)  # names of the case that the run lacks
     if golden.image is None or golden.image != found.image:
         known = [f"{name} {value}" for name, value in (golden.image or {"of": "an unknown image"}).items()]
@@ -137,4 +148,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

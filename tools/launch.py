@@ -37,6 +37,7 @@ from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exi
 from megatron.training.run.arguments import last_words
 from tools.commands import COMMANDS
 from tools.forked_ranks import fork_ranks
+from tools.lost_ranks import restart_lost_ranks
 
 STARTS_SCRIPTS = (
     "-m",
@@ -44,6 +45,7 @@ STARTS_SCRIPTS = (
     "--no-python",
     "--run-path",
 )  # of torchrun's flags; here a command is started
+RESTART_LOST = "--restart-lost-ranks"  # this launcher's own
 USAGE = f"{NAME} launch --nproc-per-node 2 -- train FLAGS"
 FLAGS = {
     "--nproc-per-node N": "ranks of this machine; gpu: as many as it has GPUs",
@@ -55,6 +57,7 @@ FLAGS = {
     "--rdzv-endpoint HOST:PORT": "where they meet",
     "--rdzv-id NAME": "of the job",
     "--max-restarts N": "starts all ranks again, so often, when one has failed",
+    RESTART_LOST: "starts all ranks again when some are lost, if there is a new checkpoint since they began",
     "--shutdown-timeout S": "what ranks have for saving after a signal; 30 unless given",
 }
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -84,6 +87,7 @@ def launch(words: Sequence[str]) -> int:
         return 0 if words else int(ExitStatus.CONFIGURATION)
     started = called(command)
     save = last_value(command, "--save")
+    goes_on = folder_that_goes_on(command) if RESTART_LOST in flags else None
     end_at_once(functools.partial(last_words, LaunchEnv(), save))  # until torch's agent listens
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     with cpp_logs_off():
@@ -93,6 +97,9 @@ def launch(words: Sequence[str]) -> int:
     quiet_agent()
     if not LaunchEnv().gpu_present():
         fork_ranks(started[0])
+    if goes_on is not None:
+        restart_lost_ranks(goes_on)
+        flags = [f"--max-restarts={sys.maxsize}", *(flag for flag in flags if flag != RESTART_LOST)]
     args = torchrun.get_args_parser().parse_args([*flags, "--no-python", sys.executable, "-u", *started])
     args.signals_to_handle = ",".join(dict.fromkeys([*args.signals_to_handle.split(","), "SIGUSR1"]))
     if args.nproc_per_node != "1":
@@ -154,6 +161,14 @@ def called(command: Sequence[str]) -> list[str]:
         return ["-m", "megatron", *command]
     script, _, flags = COMMANDS[name]
     return [str(SCRIPTS / script), *flags, *command[len(name.split()) :]]
+
+
+def folder_that_goes_on(command: Sequence[str]) -> Path:
+    """That of --save, which the same command goes on from. Raises LaunchError."""
+    save = last_value(command, "--save")
+    if save is None or save != last_value(command, "--load"):
+        raise LaunchError(f"{RESTART_LOST} goes on from what is saved: --save and --load name one folder")
+    return Path(save)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,12 @@ def main() -> int:
         print(f"{program('slurm.py')}: {error}", file=sys.stderr)
     except ConfigurationError as error:
         print(render_problems(error.problems), file=sys.stderr)
+    except KeyboardInterrupt:
+        print(
+            f"{program('slurm.py')}: interrupted; a job that is submitted goes on: scancel ends it",
+            file=sys.stderr,
+        )
+        return 128 + signal.SIGINT
     return int(ExitStatus.CONFIGURATION)
 
 

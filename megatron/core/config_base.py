@@ -11,7 +11,7 @@ destination name (`args.hidden_size`), its annotation gives the type of the valu
     Annotated[int, Bounds(1, 100)]     a number within these; Ranks, Layers, Rate and others below have names
 
 Numbers have a least and a largest value, COUNT and FLOAT if no other, which every source of values is held to: words,
-YAML, JSON, checkpoints, the launcher, and what is derived (`training/values.py`).
+YAML, JSON, checkpoints, the launcher, and what is derived (`training/config/values.py`).
 
 A boolean flag takes no value: its presence turns the default round (`--no-data-sharding` of a field `data_sharding`
 that defaults to True stores False).

@@ -45,9 +45,6 @@ class WeightGradSink(Protocol):
         one, and dy [rows, out] end.
         """
 
-    def done(self, key: str, microbatch: int) -> None:
-        """The contribution of `microbatch` to `key` is complete: the only signal that engines act on."""
-
 
 class GradListener(Protocol):
     """An engine that reduces gradients hears of every contribution. Where it has a set `fresh`, only of the beginnings

@@ -1,7 +1,15 @@
 """Every case of tests/functional_tests/cases, as `tools/functional_tests.py run` has it; a few in every suite."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
+from tests.harness.launch import ROOT
+from tests.slurm.leftovers import processes
 from tools import functional_tests
 from tools.cases.case import CASES
 
@@ -48,3 +56,32 @@ def test_a_case_of_five_lines(tmp_path, capfd):
     assert functional_tests.main(["record", str(case), "--dirty"]) == 0, capfd.readouterr()
     assert functional_tests.main(["run", str(case)]) == 0
     assert "ok   lm loss: every bit of 3 values" in capfd.readouterr().out
+
+
+def interrupted(folder, *launcher, environ=os.environ):
+    """Ctrl-C of the tool once its case trains: what is left of its processes."""
+    case = folder / "endless.yaml"
+    case.write_text(
+        "EXTENDS: toy\nMODEL_ARGS:\n  --train-iters: 1000000\n  --save: ${CHECKPOINT_SAVE_PATH}\n"
+        "  --save-interval: 1000000\n"
+    )
+    tool = ROOT / "tools" / "functional_tests.py"
+    words = [sys.executable, tool, "run", case, "--out", folder / "out", "--launcher", *launcher]
+    metrics = folder / "out" / "endless" / "checkpoints" / "metrics.jsonl"
+    variables = {**environ, "OF_A_CASE": str(folder)}
+    with subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True) as run:
+        while not metrics.exists() or "lm loss" not in metrics.read_text():
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        said = run.communicate()[1]
+    assert run.returncode == 128 + signal.SIGINT, said
+    assert said.endswith("functional_tests.py: interrupted; the run is stopped\n")
+    assert "Traceback" not in said
+    return processes([f"OF_A_CASE={folder}"])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("launcher", ["forked", "torchrun"])
+def test_an_interrupted_tool_stops_its_run(tmp_path, launcher):
+    assert interrupted(tmp_path, launcher) == []

@@ -14,6 +14,7 @@ TWO = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 STAGES = f"--pipeline-model-parallel-size 2 {TWO}"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("ranks", "more"), [(2, TWO), (4, f"{TWO} {FSDP} --bf16")])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(ranks, more, tmp_path):
     length = "--train-iters 12 --lr-decay-style cosine --lr-decay-iters 12".split()

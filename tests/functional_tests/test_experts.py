@@ -54,6 +54,7 @@ def test_bits_of_one_process(name, expected, tmp_path):
     assert digests.keys() == expected.keys()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [

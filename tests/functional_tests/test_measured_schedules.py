@@ -39,6 +39,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "ck" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("schedule", ["--zero-bubble-v-schedule", "--pipeline-schedule auto"])
 def test_solved_again_with_the_same_bits(tmp_path, schedule):
     words = [

@@ -294,6 +294,7 @@ def test_a_rank_that_dies_in_a_rollback(tmp_path, where, ranks):
 QUICK = "--zero-bubble-v-schedule --allow-padding-num-layers --enable-optimizer-post-validation"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_layers", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 3)), 5])
 def test_three_flags_run_any_model_with_the_bits_of_one_process(tmp_path, num_layers):
     base = [

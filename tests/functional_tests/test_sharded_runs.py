@@ -67,6 +67,7 @@ def test_strategies_that_sum_once_have_the_bits_of_no_shard(run, flags):
     assert_same_bits(run(2, LOGGED), run(2, f"{LOGGED} {flags}"))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags",
     [

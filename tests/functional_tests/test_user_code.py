@@ -7,6 +7,7 @@ from tests.harness import launch
 EXAMPLE = "examples/custom_trainer/pretrain_small_mlp_lm.py"
 
 
+@pytest.mark.grid
 def test_custom_trainer_as_its_docstring_says(tmp_path):
     text = (launch.ROOT / EXAMPLE).read_text()
     line = (

@@ -38,8 +38,11 @@ FOUR = [
 ]
 
 
-def test_layouts_of_two_ranks_equal_one_process():
-    check(TWO, "--fp64")
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.grid) for n in range(1, len(TWO)))]
+)
+def test_a_layout_of_two_ranks_equals_one_process(number):
+    check(TWO[number : number + 1], "--fp64")
 
 
 @pytest.mark.full

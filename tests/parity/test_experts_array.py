@@ -178,6 +178,7 @@ BY_LAYOUT = sorted(CASES, key=of_layout)
 SIZE = 9  # of a part, some minutes: --lf goes on where a run was stopped
 
 
+@pytest.mark.grid
 def test_one_of_the_array_equals_one_process():
     check(jobs_of([next(case for case in CASES if case.schedule == "zbv" and case.tp == case.dp == 2)]))
 

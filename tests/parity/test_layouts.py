@@ -149,6 +149,7 @@ def all_equal_reference(layouts, words, num_layers=None):
             raise AssertionError(f"{layout}, {flags}: {error}") from error
 
 
+@pytest.mark.grid
 def test_every_layout_of_four_ranks_equals_the_reference():
     all_equal_reference(layouts(4), [*GPT, *EXACT])
 

@@ -117,8 +117,11 @@ def check(layouts, *more, exact=False):
             raise AssertionError(f"{layout}, {flags}: {error}") from error
 
 
-def test_layouts_of_two_ranks_equal_one_process():
-    check(LAYOUTS, "--fp64")
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.grid) for n in range(1, len(LAYOUTS)))]
+)
+def test_a_layout_of_two_ranks_equals_one_process(number):
+    check(LAYOUTS[number : number + 1], "--fp64")
 
 
 @pytest.mark.full

@@ -66,6 +66,7 @@ def check_bits(layouts, choices):
                             assert np.array_equal(one, other), f"{told}: {kind} of {name}"
 
 
+@pytest.mark.grid
 def test_recomputing_changes_no_bit_on_two_ranks():
     check_bits(LAYOUTS, [MODULES])
 
@@ -113,6 +114,7 @@ def train_global(ctx, kind, layouts, more):
     return outcomes
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("more", [(), ("--calculate-per-token-loss",)])
 def test_the_global_loss_looks_over_data_parallel_ranks(more):
     ((alone, alone_loss),) = run_ranks(train_global, 1, Joined, [Layout()], more, timeout=240)[0]

@@ -174,6 +174,7 @@ def test_the_array_covers_every_pair_and_every_triple_of_strategy_schedule_and_p
 SAMPLE = [case for case in CASES if case.pp > 1 and case.strategy not in ("no_shard", "optim")][::16]
 
 
+@pytest.mark.grid
 def test_a_sample_of_the_array_equals_one_process():
     check(SAMPLE)
 

@@ -131,6 +131,7 @@ def check(classes, steps, timeout=110):
     return firsts
 
 
+@pytest.mark.grid
 def test_a_sample_has_the_bits_of_its_groups():
     at_once, one_by_one = check(
         [

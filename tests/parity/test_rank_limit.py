@@ -68,6 +68,7 @@ def check(cases):
     return [one for rank in by_rank for one in rank]
 
 
+@pytest.mark.grid
 def test_limited_runs_equal_one_process():
     ran = check(CASES[:3])
     assert any(kinds == {B, BW, W} for *_, kinds, _ in ran), "no plan has fused and split backwards"

@@ -139,6 +139,7 @@ def some(runs, *names):
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
 
+@pytest.mark.grid
 def test_bits_over_two_ranks():
     one_microbatch = {
         **some(SUM_FIRST, "no_shard"),

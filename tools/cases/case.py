@@ -79,6 +79,12 @@ class Case:
         return self.path.with_suffix(".golden.json")
 
     @property
+    def compares_its_runs(self) -> bool:
+        """Whether there is something to compare without golden values."""
+        resumes = self.type == "ckpt-resume" and self.runs[0] == self.runs[1]
+        return resumes or self.type == "checkpoint-consistency"
+
+    @property
     def frozen(self) -> Path:
         """The checkpoints that frozen-resume begins with."""
         return self.path.with_suffix(".checkpoints")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.cases.case import ROOT, CaseError
 
 NAMES = ("forked", "torchrun", "slurm")
 LIMIT_S = 3600.0
+JOB_NAME = "--job-name"
 
 
 class Launch(NamedTuple):
@@ -36,12 +38,24 @@ def launch(name: str, job: Launch, environ: Mapping[str, str]) -> tuple[int, str
         return _forked(job)
     words = _torchrun(job) if name == "torchrun" else _slurm(job)
     path = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
-    env = {**environ, **job.env, "PYTHONPATH": path}
-    done = subprocess.run(
-        words, cwd=job.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    status, output = _ended(words, {**environ, **job.env, "PYTHONPATH": path}, job.folder)
     logs = sorted(job.folder.glob("*.log")) if name == "slurm" else []  # what the job itself has said
-    return done.returncode, "".join([done.stdout, *(log.read_text(errors="replace") for log in logs)])
+    return status, "".join([output, *(log.read_text(errors="replace") for log in logs)])
+
+
+def _ended(words: Sequence[str], env: Mapping[str, str], folder: Path) -> tuple[int, str]:
+    """Its status and output. What interrupts this process stops it, and its job, too."""
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, cwd=folder, env=env, start_new_session=True, **streams) as process:
+        try:
+            output = process.communicate()[0]
+            return process.returncode, output
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            if JOB_NAME in words:
+                subprocess.run(["scancel", "--name", words[words.index(JOB_NAME) + 1]], env=env)
+            process.communicate()
+            raise
 
 
 def _forked(job: Launch) -> tuple[int, str]:
@@ -68,6 +82,7 @@ def _slurm(job: Launch) -> list[str]:
     if job.ranks % job.nodes:
         raise CaseError(f"--nodes {job.nodes}: {job.ranks} ranks do not divide over them")
     words = ["--nodes", str(job.nodes), "--ranks-per-node", str(job.ranks // job.nodes), "--wait", "--submit"]
+    words += [JOB_NAME, f"case-{job.folder.name}-{os.getpid()}"]
     if job.script != "pretrain_gpt.py":
         words += ["--script", str(ROOT / job.script)]
     save = [] if "--save" in job.words else ["--save", str(job.save), "--save-interval", "1000000"]

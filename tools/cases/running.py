@@ -60,10 +60,10 @@ class Runner:
             }
             folders.append(save)
         figures = RunFigures(values, image, self.launcher, digest(case))
-        if case.type == "ckpt-resume" and case.runs[0] == case.runs[1]:
-            verdicts = _second_half(values, judged(figures, case.metrics))
         if case.type == "checkpoint-consistency":
             verdicts = moments.compare(folders)
+        elif case.compares_its_runs:
+            verdicts = _second_half(values, judged(figures, case.metrics))
         return figures, verdicts
 
     def _run(self, run: Run, number: int, save: Path) -> tuple[Values, Mapping[str, object] | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ def make_toy_data(folder: Path) -> None:
     if folder.exists():
         return
     made = folder.with_name(folder.name + ".new")
+    shutil.rmtree(made, ignore_errors=True)  # of a tool that was interrupted
     (made / "bpe").mkdir(parents=True)
     # GPT-2's letters for bytes, as far as this text has them, a few pairs, and the end of a document.
     tokens = [

@@ -7,7 +7,7 @@
     ROOT/iter_0000123.trash-1f2e3d4c/       being removed
     ROOT/iter_0000123.kept-1f2e3d4c/        not this run's, put out of the way of a save and never removed
     ROOT/iter_0000123.damaged-1f2e3d4c/     the same of a damaged one
-    ROOT/lease.json                         who writes here now (training/lease.py)
+    ROOT/lease.json                         who writes here now (training/guard/lease.py)
 
 A directory becomes `iter_N` by one rename, with everything in it durable. So a damaged `iter_N` is not the
 rest of a save that was killed but a fault of storage or of somebody's hand, and going on from an older one

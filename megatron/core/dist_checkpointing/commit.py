@@ -34,8 +34,8 @@ KEEP_NEWEST = 2  # committed checkpoints that retention never touches
 def clean(root: Path) -> list[str]:
     """Remove what killed saves left behind, and put a replaced checkpoint back that nothing replaced.
 
-    Two runs must not save into one folder at once: this would remove the other's unfinished save (training/lease.py
-    sees to it). Returns log lines.
+    Two runs must not save into one folder at once: this would remove the other's unfinished save
+    (training/guard/lease.py sees to it). Returns log lines.
     """
     entries = catalog.list_entries(root)
     committed = {entry.iteration for entry in entries if entry.kind is CheckpointKind.COMMITTED}

@@ -476,6 +476,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.grid
 def test_sharded_parameters_answer_as_whole_ones():
     share_ranks(2, {check.__name__: check for check in CHECKS}, timeout=120.0)
 

@@ -140,6 +140,7 @@ def test_what_is_not_started_is_refused(tmp_path):
     for words, said in (
         (["--", "tran"], "'tran' is neither a command nor a script of Python"),
         (["--no-python", "--", "train"], "--no-python starts other programs"),
+        (["--restart-lost-ranks", "--", "train", "--save", "ck"], "--save and --load name one folder"),
         (
             ["--nproc-per-node", "2", "train"],
             "stands behind a --: megatron-zero launch --nproc-per-node 2 -- train",

@@ -35,6 +35,7 @@ def cost_of(spec):
     return timed(spec, plan_for(spec, FEW.num_microbatches, PlanPurpose.TRAIN)).cost
 
 
+@pytest.mark.grid
 def test_what_is_solved_alone_is_not_called_impossible_beside_others():
     alone, chosen = (candidates(FEW, 60, name) for name in ("zbv", "auto"))
     (line,) = (one for one in chosen.reasons if one.startswith("zbv, ") and not one.endswith("chosen"))

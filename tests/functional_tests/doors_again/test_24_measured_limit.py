@@ -38,6 +38,7 @@ def held(spec, costs):
     return max(peak_bytes(dataclasses.replace(spec, costs=costs), plan))
 
 
+@pytest.mark.grid
 def test_the_choice_is_made_again_with_what_was_measured():
     limit = 1_000_000
     spec, costs, alike = of_measured(limit, 1.06)

@@ -80,6 +80,7 @@ def seen(monkeypatch, tmp_path):
     return lambda: [json.loads(one.read_text()) for one in sorted(tmp_path.glob("seen-*.json"))]
 
 
+@pytest.mark.grid
 def test_printed_weights_and_gradients_are_those_of_one_moment_that_the_tracker_saw(tmp_path, seen):
     output = train(
         tmp_path, f"--pipeline-model-parallel-size 2 --global-batch-size 16 {FSDP} optim_grads_params", 4

@@ -66,6 +66,7 @@ def run_command(words, cwd):
     return done
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_recipes_run_in_order_in_an_empty_folder(whole, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -11,6 +11,7 @@ from benchmarks.pipeline_memory import Result, Work, main, measure_all, problems
 WORK = Work(ranks=2, layers=8, num_microbatches=5, hidden=128, heads=2, seq=128, vocab=128)
 
 
+@pytest.mark.grid
 def test_measured_peaks_are_those_of_the_plans():
     """Of a schedule that splits, and whose B's leave more than their F's did, and of one that does not."""
     fused, split = measure_all(WORK, ("1f1b", "v-min"), timeout=120)

@@ -64,6 +64,7 @@ def grids(draw):
     return grid, draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
 
 
+@pytest.mark.grid
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(grids())
 def test_every_purpose_partitions_the_ranks_into_those_that_the_table_says(drawn):

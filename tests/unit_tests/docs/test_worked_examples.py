@@ -111,6 +111,7 @@ def copied(name, root):
     apply(EXAMPLES[name], root)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name", [name if name == "A flag" else pytest.param(name, marks=pytest.mark.grid) for name in SAID]
 )

@@ -50,6 +50,7 @@ def test_the_sizes_are_those_that_were_published(name, vocabulary, active, tp):
     assert config.parallel.sequence_parallel == (tp == 2)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 def test_a_toy_trains(name, tmp_path):
     words = words_of(

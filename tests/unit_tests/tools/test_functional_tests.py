@@ -1,12 +1,14 @@
 """Cases and golden values: what is read, what is refused, what is judged how."""
 
 import json
+from typing import get_args
 
 import pytest
 
+from megatron.training.config.flag_table import flag_table
 from megatron.training.report.metrics_file import MetricsFile
 from tools import functional_tests
-from tools.cases.case import CASES, CaseError, read_case
+from tools.cases.case import CASES, ROOT, CaseError, read_case
 
 PLAN = {"estimated_bubble": 0.25, "persistent_bytes_per_rank": [100, 200]}
 IMAGE = {"torch": "2", "processor": "some", "threads": 1, "device": "cpu"}
@@ -223,6 +225,16 @@ def test_golden_values_of_another_case_or_none_and_metrics_that_are_not_there(ca
     assert (status, "'lm loss' has no values by steps" in said) == (2, True)
 
 
+def test_golden_values_are_read_before_a_case_is_run(case, golden, tmp_path, capsys):
+    case.write_text(CASE.replace("4", "5"))
+    assert functional_tests.main(["run", str(case), "--out", str(tmp_path / "out")]) == 2
+    assert "the golden values of another case" in capsys.readouterr().err
+    golden.unlink()
+    assert functional_tests.main(["run", str(case), "--out", str(tmp_path / "out")]) == 2
+    assert "no golden values" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_keys_without_a_meaning_are_listed_once(case, golden, tmp_path, capsys):
     case.write_text("MODE: pretraining\nN_REPEAT: 5\n" + CASE)
     assert "without a meaning here: MODE, N_REPEAT\n" in compare(case, tmp_path / "first", capsys)[1]
@@ -247,7 +259,7 @@ def test_a_run_that_fails_under_slurm_shows_what_its_job_has_said(case, tmp_path
     (programs / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     case.write_text("EXTENDS: toy\nMODEL_ARGS:\n  --train-iters: 4\n")
-    assert functional_tests.main(["run", str(case), "--launcher", "slurm"]) == 1
+    assert functional_tests.main(["record", str(case), "--dirty", "--launcher", "slurm"]) == 1
     said = capsys.readouterr().err
     assert "run 1 has ended with status 5" in said
     assert said.rstrip().endswith("out of memory")
@@ -260,3 +272,17 @@ def test_every_case_here_says_what_it_is_and_has_golden_values():
         assert case.about.endswith("."), f"{case.path}: the first line is a comment that says what it is"
         assert case.golden.is_file(), f"{case.path}: record it"
         assert case.type != "frozen-resume" or case.frozen.is_dir()
+
+
+def test_every_example_schedule_and_strategy_has_a_case():
+    cases = [read_case(path) for path in CASES.glob("*.yaml")]
+    abouts = " ".join(case.about for case in cases)
+    examples = [str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.sh")]
+    assert [example for example in examples if example not in abouts] == []
+    names = {"pipeline_schedule": "schedule", "data_parallel_sharding_strategy": "sharding"}
+    for flag, name in names.items():
+        field = flag_table()[flag].field
+        expected = {
+            f"{name}_{value.replace('-', '_')}" for value in {*get_args(field.type)} - {"auto", field.default}
+        }
+        assert expected <= {case.name for case in cases}

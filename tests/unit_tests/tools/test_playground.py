@@ -86,6 +86,7 @@ def by_python(s):
     }
 
 
+@pytest.mark.grid
 def test_its_figures_are_those_of_the_planner(tmp_path):
     page, chance = tmp_path / "page.html", random.Random(2)
     subprocess.run([sys.executable, str(TOOL), "--playground", str(page)], check=True)

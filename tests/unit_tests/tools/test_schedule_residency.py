@@ -108,6 +108,7 @@ LIMITED = (
 )
 
 
+@pytest.mark.grid
 def test_one_limit_chooses_and_says_why(tmp_path):
     page = tmp_path / "page.html"
     words = (

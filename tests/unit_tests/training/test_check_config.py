@@ -97,6 +97,7 @@ def test_what_is_not_supported_is_refused_with_all_reasons_and_no_invented_count
     assert report["grid"]["expert"]["sizes"]["ep"] == 8
 
 
+@pytest.mark.grid
 def test_experts_are_counted(capsys):
     """Mixtral-8x7B without its ranks of experts; 32000 ids are padded to 32000."""
     words = [
@@ -200,6 +201,7 @@ def test_layers_that_do_not_divide_are_told(capsys, words):
     assert "pipeline-layers" in [problem["rule"] for problem in report["problems"]]
 
 
+@pytest.mark.grid
 def test_405b_over_eight_chunks(capsys):
     status, report = check_json(capsys, *LLAMA3_405B, "--world-size", "64")
     assert status == 0, report["problems"]
@@ -289,6 +291,7 @@ def test_the_sharding_is_told_by_what_a_rank_holds(capsys):
         "strategy": "optim_grads_params",
         "instances": 2,
         "ways": {"weights": 4, "gradients": 4, "the optimizer's state": 8},
+        "expert_ways": None,
     }
     _, printed = check(capsys, *words)
     told = "# sharding: optim_grads_params: a rank holds 1/4 of weights, 1/4 of gradients, 1/8 of the optimizer's state"

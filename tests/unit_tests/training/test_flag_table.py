@@ -147,6 +147,7 @@ def slip(rng, flag):
     return flag[: at - 1] + flag[at] + flag[at - 1] + flag[at + 1 :] if at > 2 else flag[:at] + flag[at + 1 :]
 
 
+@pytest.mark.grid
 def test_single_slips_find_their_flag_first():
     rng = random.Random(7)
     known = spellings()

@@ -49,6 +49,7 @@ def test_a_limit_below_everything_says_the_least_and_who_has_it():
     assert "of a microbatch's activations" in problem.message
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "limits",

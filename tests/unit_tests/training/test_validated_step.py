@@ -364,6 +364,7 @@ def pick(group, *names):
     return {name: GROUPS[group][1][name] for name in names}
 
 
+@pytest.mark.grid
 def test_faults_at_every_turn_leave_the_bits_of_synchronous_steps():
     settings = pick("two", "bf16", "fp16", "clocks", "stops", "tied on a V")
     out = check(2, settings, afters=(0,))
@@ -374,6 +375,7 @@ def test_faults_at_every_turn_leave_the_bits_of_synchronous_steps():
     assert len({norm for norm in out["clocks"][0]["norms"] if norm is not None}) == 5
 
 
+@pytest.mark.grid
 def test_steps_are_trusted_after_clean_ones():
     out = check(2, pick("two", "sgd", "clip off", "growing") | pick("schedules of two", "zb-1p"), afters=(2,))
     assert out["sgd"][2]["taken_back"] == out["growing"][2]["taken_back"] == ROLLED_BACK[2]
@@ -482,6 +484,7 @@ STATUSES = {
 }  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("words", "dp", "after"),
     [
@@ -591,6 +594,7 @@ INVERSE = {
 }
 
 
+@pytest.mark.grid
 def test_the_inverse_is_close():
     """The first rank steps by what it knows, and takes that back by arithmetic; the last one never has to."""
     some = {name: INVERSE[name] for name in ("fp32, 4 steps", "bf16, 4 steps")}

@@ -15,9 +15,9 @@ bucket, parameters; at its end, padding. A bucket is what one unit of the model 
   its padding is below 128 * dp_size elements whatever the shapes. (Keeping rows whole instead wastes up to 81
   %.)
 
-How a bucket is cut (`sharding.Cut`): inner rank i has the i-th of inner_size equal parts, and of these outer rank o the
-o-th of outer_size. A buffer *at rest* is the concatenation of its buckets' parts: part of a bucket begins there at
-`bucket.start / ways`.
+How a bucket is cut (`sharding_table.ShardOver`): inner rank i has the i-th of inner_size equal parts, and of these
+outer rank o the o-th of outer_size. A buffer *at rest* is the concatenation of its buckets' parts: part of a bucket
+begins there at `bucket.start / ways`.
 
 Placement "tensor_atomic" lays every parameter wholly into one of the dp_size parts instead, so that an optimizer can
 work on matrices: the largest first, each into the part that is emptiest; all parts of a bucket are as long as the

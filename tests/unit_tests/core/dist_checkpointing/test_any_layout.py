@@ -116,6 +116,7 @@ def saved(tmp_path_factory):
     return root, run_ranks(body, 4)
 
 
+@pytest.mark.grid
 def test_four_ranks_load_what_four_ranks_saved_under_any_layout(saved):
     _, by_rank = saved
     for loaded in by_rank:

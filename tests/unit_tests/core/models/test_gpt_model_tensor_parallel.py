@@ -108,6 +108,7 @@ def test_two_ranks_against_the_reference(sp, name):
     equal_the_reference([rank[name, sp] for rank in ranks_of(2, tuple(MODELS))], name)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", OVER_FOUR)
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 def test_four_ranks_against_the_reference(sp, name):
@@ -206,6 +207,7 @@ def dropout_checks(ctx: RankContext):
     return found
 
 
+@pytest.mark.grid
 def test_dropout_recompute_and_precision():
     ranks = run_ranks(dropout_checks, 4)
     one = train(None, hidden_dropout=0.2)[0]

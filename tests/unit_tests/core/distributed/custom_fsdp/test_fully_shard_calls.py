@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -253,5 +254,6 @@ CHECKS_ON_TWO = (
 )
 
 
+@pytest.mark.grid
 def test_calls_on_two_ranks():
     share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})

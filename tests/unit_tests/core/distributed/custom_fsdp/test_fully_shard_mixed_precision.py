@@ -292,6 +292,7 @@ CHECKS_ON_TWO = (
 )
 
 
+@pytest.mark.grid
 def test_mixed_precision_on_two_ranks():
     share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})
 

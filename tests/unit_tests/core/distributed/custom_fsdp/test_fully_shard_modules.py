@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import pytest
 import torch
 from torch import nn
 
@@ -251,5 +252,6 @@ CHECKS_ON_TWO = (
 )
 
 
+@pytest.mark.grid
 def test_modules_on_two_ranks():
     share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})

@@ -353,5 +353,6 @@ CHECKS_ON_TWO = (
 )
 
 
+@pytest.mark.grid
 def test_order_and_errors_on_two_ranks():
     share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -288,6 +289,7 @@ CHECKS_ON_TWO = (
 )
 
 
+@pytest.mark.grid
 def test_training_on_two_ranks():
     share_ranks(2, {check.__name__: check for check in CHECKS_ON_TWO})
 
@@ -324,6 +326,7 @@ def test_a_world_of_one_is_the_plain_model_and_communicates_nothing(monkeypatch)
     run_ranks(body, 1)
 
 
+@pytest.mark.grid
 def test_instances_agree_with_one_process():
     def body(ctx):
         hybrid = ctx.make_ps(dp=4, instances=2)

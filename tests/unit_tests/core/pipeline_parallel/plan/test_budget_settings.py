@@ -29,6 +29,7 @@ def marked(name, limit):
     return pytest.param(name, limit, marks=() if (name, limit) == QUICK else pytest.mark.full)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "limit"), [marked(name, limit) for name, limits in STUDIED.items() for limit in limits]
 )

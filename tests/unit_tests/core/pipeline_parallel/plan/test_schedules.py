@@ -134,6 +134,7 @@ def test_requests_for_nothing_are_refused(words):
         Request(*words)
 
 
+@pytest.mark.grid
 def test_large_plan_with_all_passes():
     plan, costs = build("interleaved", 64, 512, 2)
     lowered = lower(plan, costs)

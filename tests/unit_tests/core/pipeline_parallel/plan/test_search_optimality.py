@@ -164,6 +164,7 @@ def random_problem(rng, shares=(0, 0.3, 1)):
     return placement, rng.choice(lengths), costs, limits
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 40), marks=pytest.mark.full), range(40, 52)], ids=str
 )

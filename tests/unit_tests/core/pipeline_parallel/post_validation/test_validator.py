@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from math import inf, nan
 
+import pytest
 import torch
 
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
@@ -48,6 +49,7 @@ def compare(outs, pairs):
             assert out[name]["bits"] == out[other]["bits"], f"rank {rank}: {name} is not {other}"
 
 
+@pytest.mark.grid
 def test_two_ranks_every_schedule_and_every_fault():
     runs = {}
     for name, total in (("1f1b", 4), ("zb-2p", 4), ("zbv", 4), ("interleaved", 4)):

@@ -233,6 +233,7 @@ def sizes(p):
     return sorted({1, max(1, p // 2), max(1, p - 1), p, 2 * p, 3 * p, 8 * p})
 
 
+@pytest.mark.grid
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.data())
 def test_every_plan_is_right(data):
@@ -252,6 +253,7 @@ def test_every_plan_is_right(data):
     check(name, p, m, costs, limits)
 
 
+@pytest.mark.grid
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.data())
 def test_the_least_memory_does_where_backwards_grow(data):
