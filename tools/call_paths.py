@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which files a debugger goes through, from the training loop to the first layer and on three more paths.
+"""Which files a debugger goes through, from the training loop to the first layer and on four more paths.
 
     python tools/call_paths.py            # the table of docs/tour.md
     python tools/call_paths.py --files    # and the files of each path, in order, with the functions
@@ -74,6 +74,14 @@ PATHS = (
         "from the training loop to the first layer",
         7,
         (Leg(_LOOP, Function("core/transformer/decoder.py", "forward")),),
+    ),
+    CallPath(
+        "a sharded weight, from its shards to the layer that reads it",
+        8,
+        (
+            Leg(_LANE, Function("core/transport/shm_transport.py", "_start")),
+            Leg(_LANE, Function("core/distributed/custom_fsdp/all_gather_pipeline.py", "wait")),
+        ),
     ),
     CallPath(
         "the gradient of a sharded weight, from its layer to its shard",

@@ -21,22 +21,30 @@ class SharedStates:
     def __init__(self) -> None:
         self._holders: dict[Key, set[str]] = {}
         self._bytes: dict[Key, int] = {}
+        self.kept = self.in_messages = 0  # bytes that activations have, and those that only messages have
 
     def hold(self, key: Key, num_bytes: int, *holders: str) -> None:
+        self._count(key, -1)
         self._bytes[key] = num_bytes
         self._holders.setdefault(key, set()).update(holders)
+        self._count(key, 1)
 
     def let_go(self, key: Key, holder: str) -> None:
+        self._count(key, -1)
         holders = self._holders.get(key, set())
         holders.discard(holder)
         if not holders:
             self._holders.pop(key, None)
             self._bytes.pop(key, None)
+        self._count(key, 1)
 
-    def sizes(self) -> tuple[int, int]:
-        """Bytes that activations have, and those that only messages have."""
-        kept = sum(size for key, size in self._bytes.items() if self._holders[key] - _IN_MESSAGES)
-        return kept, sum(self._bytes.values()) - kept
+    def _count(self, key: Key, sign: int) -> None:
+        if (size := self._bytes.get(key)) is None:
+            return
+        if self._holders[key] <= _IN_MESSAGES:
+            self.in_messages += sign * size
+        else:
+            self.kept += sign * size
 
 
 _IN_MESSAGES = {"arriving", "leaving", "sent"}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.core.words import size_text
 
@@ -44,3 +44,12 @@ def peak_lines(peak: Peak) -> list[str]:
     for kind, what, num_bytes in peak.holders:
         lines.append(f"  {size_text(num_bytes)} {kind}{f' of {what}' if what else ''}")
     return lines
+
+
+def peak_json(peak: Peak) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "operation": peak.operation,
+        "unit": peak.unit,
+        "holders": [one._asdict() for one in peak.holders],
+    }

@@ -100,6 +100,7 @@ class _AccountWalk(RowWalk):
         # The computation under way: its place, and by access what it has left and what it makes at most.
         self._under: tuple[int, RawOp] | None = None
         self._progress: list[tuple[int, int]] = []
+        self._all_progress: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
         # Messages
         self._ends = batch_ends(self.row)
         self._completed = send_completion(plan, rank)
@@ -158,7 +159,6 @@ class _AccountWalk(RowWalk):
 
     def _held(self, access: int) -> dict[str, int]:
         parts, units = self._parts, self.units.units
-        kept, in_messages = self._shared.sizes()
         left, made = (
             self._progress[min(access, len(self._progress) - 1)] if access >= 0 and self._progress else (0, 0)
         )
@@ -171,8 +171,8 @@ class _AccountWalk(RowWalk):
                 "gathered": self._gathered_bytes(),
                 "grads": self._grad_bytes(),
                 "exchange": sum(self._exchanged.get(unit, 0) for unit in under_way),
-                "activations": self._lasting + sum(self._own.values()) + kept + left,
-                "messages": in_messages,
+                "activations": self._lasting + sum(self._own.values()) + self._shared.kept + left,
+                "messages": self._shared.in_messages,
                 "batches": self._drawn * parts.batch_bytes,
                 "temporaries": made,
             }
@@ -199,7 +199,6 @@ class _AccountWalk(RowWalk):
 
     def _begin_computation(self, place: int, op: RawOp) -> None:
         kind, stage, microbatch = op[:3]
-        pieces = list(self._parts.stages[stage])
         self._under = place, op
         if kind == F:
             self._drawn = max(self._drawn, microbatch + 1) if self._parts.batch_bytes else 0
@@ -208,20 +207,27 @@ class _AccountWalk(RowWalk):
             key = (receive, stage, microbatch)
             if key in self._completed:
                 self._proven += self._completed[key]
+        self._progress = self._progress_of(op)
+
+    def _progress_of(self, op: RawOp) -> list[tuple[int, int]]:
+        """By access of a computation."""
+        kind, stage = op[:2]
+        key = kind, stage, op[4], op[5]
+        if key in self._all_progress:
+            return self._all_progress[key]
+        pieces = list(self._parts.stages[stage])
         ordered = pieces if kind == F else pieces[::-1]
-        uses = self.units.uses(op)
         if kind == W and op[4] >= 0:
             ordered = self._of_units(op, pieces)[::-1]
-        name, left = _NAMES[kind], 0
-        if len(ordered) == len(uses):
-            self._progress = []
+        name, left, found = _NAMES[kind], 0, list[tuple[int, int]]()
+        if len(ordered) == len(self.units.uses(op)):
             for piece in ordered:
-                self._progress.append((left, piece.most_bytes[name]))
+                found.append((left, piece.most_bytes[name]))
                 left += piece.left_bytes(name)
         elif ordered:
-            self._progress = [(0, joined(pieces).most_bytes[name])]
-        else:
-            self._progress = []
+            found = [(0, self._whole[stage].most_bytes[name])]
+        self._all_progress[key] = found
+        return found
 
     def _end_computation(self) -> None:
         assert self._under is not None, "no computation is under way"

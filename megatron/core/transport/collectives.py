@@ -152,7 +152,7 @@ def sum_gradients(bucket: Tensor, group: Group) -> Pending:
     """bucket <- its sum over the group, in place, always asynchronous. Its size is a multiple of the group's.
 
     On gloo the sum runs in rank order, in fp32 at least: see [Note: sums in rank order] in
-    distributed/grad_reduce_pipeline. It receives beside the bucket (`temporary_bytes`), and its second half
+    distributed/custom_fsdp/grad_reduce_pipeline. It receives beside the bucket (`temporary_bytes`), and its second half
     (gathering the sums) is issued by `wait()`, so waits on several must come in the same order on all ranks.
     """
     parts = bucket.view(group.size, bucket.numel() // group.size)

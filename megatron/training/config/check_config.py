@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -18,7 +19,8 @@ from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
 from megatron.core.words import NOT_KNOWN, counted
-from megatron.estimate.model_costs import ParameterCount
+from megatron.estimate.model_costs import ParameterCount, UnitWeights
+from megatron.estimate.run_estimate import RunEstimate, estimate_json, table_lines
 from megatron.training.config.config import Config
 from megatron.training.config.flag_table import spellings
 from megatron.training.config.problems import Problem
@@ -28,6 +30,7 @@ from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusab
 from megatron.training.config.saved_config import NOT_HERE, is_elsewhere, shape_elsewhere
 
 _SHOWN_GROUPS = 8
+MOST_LAYERS = 4096  # that are built to say what ranks hold: some seconds
 _OTHER_MODELS = {  # headings of docs/roadmap.md, as verdicts on flags name them
     f"roadmap: {heading}"
     for heading in (
@@ -45,12 +48,13 @@ _Section = tuple[Any, list[str]]  # of the JSON object and of the text
 class Report:
     """Everything the check found. sections: what the JSON object has under each name, and the lines of the text. spec:
     of the pipeline, None where there is none. unknown: why nothing is known of the model's computations, empty where it
-    is of this version and its shape is here."""
+    is of this version and its shape is here. estimate: of what ranks hold, None where that is not known."""
 
     config: Config
     sections: dict[str, _Section]
     spec: ScheduleSpec | None = None
     unknown: str = ""
+    estimate: RunEstimate | None = None
 
 
 def described_or_why(config: Config) -> tuple[Config, str]:
@@ -77,6 +81,7 @@ def build_report(config: Config, problems: Sequence[Problem], undescribed: str =
         if planner is not None and (ddp := planner.sharded(config.ddp)) != config.ddp:
             config = config.replace(data_parallel_sharding_strategy=ddp.data_parallel_sharding_strategy)
     warnings, files = config.warnings, _not_found(config)
+    estimate = None if problems else _estimate(config)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {
         "config": (values, []),
@@ -87,24 +92,36 @@ def build_report(config: Config, problems: Sequence[Problem], undescribed: str =
         "parameters": _parameters(
             grid, _count(config, spec), unknown or _undescribed(config, problems, undescribed)
         ),
+        "estimate": (None, []) if estimate is None else (estimate_json(estimate), table_lines(estimate)),
         "problems": ([{name: getattr(problem, name) for name in kept} for problem in problems], []),
         "warnings": (warnings, [f"warning: {warning}" for warning in warnings]),
         "notes": (config.notes, [f"note: {note}" for note in config.notes]),
         "not_found": (files, [f"not found: {path}" for path in files]),
     }
-    return Report(config, sections, spec, unknown)
+    return Report(config, sections, spec, unknown, estimate)
 
 
 def render_json(report: Report) -> str:
-    """One JSON object: config, origin, grid, sharding, pipeline, parameters, problems, warnings, notes, not_found."""
+    """One JSON object: config, origin, grid, sharding, pipeline, parameters, estimate, problems, warnings, notes,
+    not_found."""
     return json.dumps({name: facts for name, (facts, _) in report.sections.items()}) + "\n"
 
 
 def render_text(report: Report) -> str:
     """The configuration as YAML, then grid, parameters, files and warnings as YAML comments: one file to keep."""
-    order = "grid sharding pipeline parameters not_found warnings notes".split()
+    order = "grid sharding pipeline parameters estimate not_found warnings notes".split()
     lines = [f"# {line}" for name in order for line in report.sections[name][1]]
     return report.config.to_yaml() + "\n".join(lines) + "\n"
+
+
+def _estimate(config: Config) -> RunEstimate | None:
+    """What ranks hold; None of a model that is not described or has very many layers, and where there is no plan."""
+    if config.description is None or len(config.description.layers) > MOST_LAYERS:
+        return None
+    if (planner := _or_none(config.planner)) is None:
+        return None
+    estimated = importlib.import_module("megatron.training.run.rehearse.estimated").estimated
+    return _or_none(functools.partial(estimated, config, planner))
 
 
 def _or_none(make: Callable[[], _T]) -> _T | None:
@@ -202,9 +219,16 @@ def _sharding(config: Config) -> _Section:
         return None, []
     cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
     ways = {what: place.ways(cut) for what, cut in cuts.items()}
-    held = ", ".join(f"1/{parts} of {what}" for what, parts in ways.items())
-    facts = {"strategy": strategy, "instances": place.outer_size, "ways": ways}
-    return facts, [f"sharding: {strategy}: a rank holds {held}"]
+    facts = {"strategy": strategy, "instances": place.outer_size, "ways": ways, "expert_ways": None}
+    lines = [f"sharding: {strategy}: a rank holds {_held(ways)}"]
+    if (experts := config.expert_place) is not None:
+        facts["expert_ways"] = of_experts = {what: experts.ways(cut) for what, cut in cuts.items()}
+        lines.append(f"  of its experts {_held(of_experts)}")
+    return facts, lines
+
+
+def _held(ways: Mapping[str, int]) -> str:
+    return ", ".join(f"1/{parts} of {what}" for what, parts in ways.items())
 
 
 def _unbuilt(problems: Sequence[Problem]) -> str:
@@ -233,10 +257,11 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str) -
         "experts": None,
         "active": None,
         "per_rank": None,
+        "experts_per_rank": None,
         "why": why or None,
     }
     lines: list[str] = []
-    stages: Sequence[int] = () if count is None else count.per_rank
+    stages: Sequence[UnitWeights] = () if count is None else count.of_ranks
     if count is not None:
         facts |= {"total": count.total, "experts": count.experts, "active": count.active}
         lines.append(f"parameters: {count.total:,} in all")
@@ -246,11 +271,13 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str) -
         )
     if grid is not None and stages:
         stride, ranks = grid.strides["pp"], grid.world_size // grid.pp
-        facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
+        here = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
+        facts["per_rank"], facts["experts_per_rank"] = list(map(sum, here)), [one.experts for one in here]
         lines.append("parameters per rank:")
         for at, held in enumerate(stages):
             which = f"each of {counted(ranks, 'rank')}" if ranks > 1 else f"rank {grid.rank({'pp': at})}"
-            lines.append(f"  pipeline rank {at} ({which}): {held:,}")
+            experts = f", {held.experts:,} of them in experts" if held.experts else ""
+            lines.append(f"  pipeline rank {at} ({which}): {sum(held):,}{experts}")
     return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if count is None else [])
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.pipeline_parallel.plan.facts import order_of
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
-from megatron.core.sharding_table import ShardOver
 from megatron.core.words import NOT_KNOWN, counted, decimal, scaled, size_text
-from megatron.training.config.check_config import Report, corpora
+from megatron.estimate.run_estimate import fit_text
+from megatron.training.config.check_config import MOST_LAYERS, Report, corpora
 from megatron.training.config.config import FIELDS, Config, train_step_flops
-from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import WHOLE_WORDS
 from megatron.training.config.saved_config import shape_elsewhere
 
@@ -29,7 +26,7 @@ def render_page(report: Report, width: int) -> str:
     terminal, in characters."""
     config, facts = report.config, {name: facts for name, (facts, _) in report.sections.items()}
     first = {**_model(config, facts), **_ranks(facts), **_length(report), **_rest(config)}
-    first |= {"memory": _memory(report, facts), "pipeline": _pipeline(report)}
+    first |= {"memory": _memory(report), "pipeline": _pipeline(report)}
     number, why = len(facts["problems"]), facts["parameters"]["why"]
     because = report.unknown or ("see the problems" if number else why or "the flags do not say enough")
     page = [f" {label:<{_LABEL}}{first[label] or f'{NOT_KNOWN}: {because}'}" for label in _ORDER]
@@ -42,6 +39,8 @@ def render_page(report: Report, width: int) -> str:
     page += [f" {line}" for name in ("not_found", "warnings", "notes") for line in report.sections[name][1]]
     page.append(f" --full shows all {len(FIELDS)} settings and where each comes from")
     indent = " " * (_LABEL + 1)
+    after = _ORDER.index("memory") + 1
+    page[after:after] = [f"{indent}{line}" for line in report.sections["estimate"][1]]
     return "".join(
         f"{textwrap.fill(line, width, subsequent_indent=indent, **WHOLE_WORDS)}\n" for line in page
     )
@@ -85,44 +84,18 @@ def _pipeline(report: Report) -> str:
     return f"{name} ({SCHEDULES[name].about}), {rest}" if name in SCHEDULES else told
 
 
-def _memory(report: Report, facts: Facts) -> str:
-    """Of the fullest rank: what it holds at rest, with the activations of the plan as far as they can be estimated."""
-    config, spec, per_rank = report.config, report.spec, facts["parameters"]["per_rank"]
-    states = config.state_bytes
-    if not per_rank or states is None:
-        return ""
-    if config.world_part().experts is not None:
-        return (
-            "not known: experts lie on ranks of their own, by whose number the estimate does not divide yet"
-        )
-    each, grid = states.of_parameter, config.grid()
-    at_rest = [each * per_rank[grid.rank({"pp": stage})] for stage in range(grid.pp)]
-    told = "weights, gradients, optimizer's state"
-    model, number = config.model_costs, (facts["pipeline"] or {}).get("microbatches")
-    found = order_of(spec, number) if spec else None
-    if model is None or spec is None or found is None:
-        size, more = max(at_rest), _more_than_here(max(at_rest), config)
-        return f"{size_text(size, digits=3)} a rank{more}: {told}; activations are not estimated"
-    peaks = dataclasses.replace(found, costs=model.of_stages(spec.stages)).peak_activation
-    most = max((rests + peak, rests, peak) for rests, peak in zip(at_rest, peaks, strict=True))
-    total, rests, peak = (size_text(size, digits=3) for size in most)
-    gathered = "gathered weights, " if states.sharding.weights is not ShardOver.NONE else ""
+def _memory(report: Report) -> str:
+    """Of the fullest rank."""
+    if (estimate := report.estimate) is None:
+        many = (report.config.model.num_layers or 0) > MOST_LAYERS
+        return f"{NOT_KNOWN}: more than {MOST_LAYERS:,} layers are not built for it" if many else ""
+    peak, every = estimate.fullest, report.config.last_num_microbatches
+    looked_at = f" (by {estimate.microbatches} of {every} microbatches)" * (estimate.microbatches != every)
+    where = f"{peak.operation}, {peak.unit}" if peak.unit else peak.operation
     return (
-        f"at most {total} a rank: {rests} of {told} + {peak} of activations, estimated"
-        f"{_more_than_here(most[0], config)}; not in it: {gathered}buffers of transfers, what libraries and the "
-        "allocator keep"
+        f"at most {size_text(peak.total, digits=3)} a rank, in {where}{looked_at}: {fit_text(estimate)}; not in it: "
+        "what libraries and the allocator keep"
     )
-
-
-def _more_than_here(size: float, config: Config) -> str:
-    """Where a rank holds more than this machine has, or where all together do, if ranks are processes of the CPU."""
-    here, ranks = LaunchEnv.memory_bytes(), config.world_size
-    have = f"than the {size_text(here, digits=3)} of this machine"
-    if size > here:
-        return f", more {have}"
-    if config.parallel.distributed_backend == "gloo" and size * ranks > here:
-        return f", on {counted(ranks, 'rank')} together {size_text(size * ranks, digits=3)}, more {have}"
-    return ""
 
 
 def _length(report: Report) -> dict[str, str]:

@@ -65,6 +65,14 @@ class TrainingConfig:
         derived="ranks of the launcher",
         ours=True,
     )
+    device_profile: Literal["cpu", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "b200", "gb200"] | None = (
+        arg(
+            None,
+            "device that --check-config and --rehearse assume, with its memory",
+            derived="that of this machine",
+            ours=True,
+        )
+    )
     json: bool = arg(False, "--check-config prints one JSON object", ours=True)
     full: bool = arg(False, "--check-config prints every setting on a terminal too", ours=True)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron import command
 from megatron.core.dist_checkpointing.files import CheckpointError
+from megatron.estimate.device_profiles import DEVICE_PROFILES
 from megatron.training.config import saved_config
 from megatron.training.config.command_line import (
     CommandLine,
@@ -243,7 +244,8 @@ def _resolved(
         saved_size = saved_config.saved_padded_vocabulary(values)
         if saved_size is not None:
             values["padded_vocab_size"], origin["padded_vocab_size"] = saved_size, saved_config.CHECKPOINT
-    has_gpu, memory_bytes = env.gpu_present(), env.memory_bytes()
+    profile, memory_bytes = DEVICE_PROFILES.get(values.get("device_profile") or ""), env.memory_bytes()
+    has_gpu = env.gpu_present() if profile is None else profile.kind == "cuda"
     ranks_here = env.ranks_here(values.get("world_size") if check_only else None)
     machine = Machine(env.world_size, has_gpu, memory_bytes, max(1, ranks_here))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))

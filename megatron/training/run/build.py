@@ -110,7 +110,33 @@ def build_engine(
     Communicates over mp, and for models that are not ours over dp (their initial weights), and over the world for
     schedules that split backwards. Raises ModelError for what the model cannot do under these flags.
     """
-    planner = planner or config.planner()
+    chunks, model, meta = build_chunks(config, ps, model_provider, planner or config.planner())
+    if config.model.init_model_with_meta_device:  # built without memory: one whole parameter at a time
+        for name, one in meta.items():
+            whole = torch.empty(one.local_shape, dtype=params_dtype(config), device=ps.device.torch_device)
+            fill(whole, one, config.training.seed)
+            model.buffer.write_weight(name, whole)
+        model.weights_changed()
+    optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.memory_tracker)
+    model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
+    model.release_gradients()
+    scheduler, scaler = scheduler_of(config, optimizer.param_groups), build_grad_scaler(config.optimizer)
+    biases = ExpertBiases(
+        [chunk.module for chunk in chunks],
+        config.model.moe_router_bias_update_rate,
+        ps.dp_group,
+        model.memory_tracker,
+    )
+    biases.materialise(ps.device.torch_device)
+    optimizer.followers.append(biases)
+    return Engine(chunks, model, meta, optimizer, scheduler, scaler, biases)
+
+
+def build_chunks(
+    config: Config, ps: ParallelState, model_provider: ModelProvider, planner: Planner
+) -> tuple[tuple[Chunk, ...], DistributedDataParallel, dict[str, ParamMeta]]:
+    """The chunks, and what makes them data parallel, with facts about their parameters. Communicates as `build_engine`
+    does, but over mp. Raises ModelError."""
     spec = planner.spec
     chunks = tuple(
         build_chunk(config, ps, model_provider, chunk, spec) for chunk in range(spec.placement.num_chunks)
@@ -132,25 +158,8 @@ def build_engine(
     if None in sinks:
         broadcast_weights(modules, ps)
     stages = [chunk.stage for chunk in chunks]
-    model = DistributedDataParallel(
-        modules, ps, planner.sharded(config.ddp), meta, sinks=sinks, stages=stages
-    )
-    if config.model.init_model_with_meta_device:  # built without memory: one whole parameter at a time
-        for name, one in meta.items():
-            whole = torch.empty(one.local_shape, dtype=params_dtype(config), device=ps.device.torch_device)
-            fill(whole, one, config.training.seed)
-            model.buffer.write_weight(name, whole)
-        model.weights_changed()
-    optimizer = build_optimizer(config.optimizer, model.buffer, ps, model.memory_tracker)
-    model.memory_tracker.book({"moments": sum(optimizer.persistent_bytes().values())})
-    model.release_gradients()
-    scheduler, scaler = scheduler_of(config, optimizer.param_groups), build_grad_scaler(config.optimizer)
-    biases = ExpertBiases(
-        modules, config.model.moe_router_bias_update_rate, ps.dp_group, model.memory_tracker
-    )
-    biases.materialise(ps.device.torch_device)
-    optimizer.followers.append(biases)
-    return Engine(chunks, model, meta, optimizer, scheduler, scaler, biases)
+    ddp = planner.sharded(config.ddp)
+    return chunks, DistributedDataParallel(modules, ps, ddp, meta, sinks=sinks, stages=stages), meta
 
 
 def imagined_world(config: Config, rank: int = 0) -> ImaginedWorld:
@@ -204,7 +213,7 @@ def build_chunk(
     with torch.device("meta") if on_meta else ps.device.torch_device:
         module = model_provider(**arguments)
     module.to(params_dtype(config))
-    what, described = type(module).__name__, ps.experts is None and _is_described(module, config)
+    what, described = type(module).__name__, _is_described(module, config)
     if config.parallel.rank_memory_limit is not None and not described:
         raise ModelError(
             "--rank-memory-limit plans by what the flags say of a GPT, and the model provider makes another model, "

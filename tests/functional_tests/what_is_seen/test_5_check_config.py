@@ -2,12 +2,15 @@
 
 import json
 import re
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron.estimate.device_profiles import DEVICE_PROFILES
 from megatron.training.config.problems import MAX_SHOWN, Problem, render_problems
+from megatron.training.config.training_config import TrainingConfig
 from megatron.training.guard.exit_status import ExitStatus, report_failure
 from megatron.training.run import arguments
 from megatron.training.run.arguments import ConfigurationError, launch_config, parse_config
@@ -74,12 +77,13 @@ def test_twelve_lines_come_first(check):
     assert list(told)[:12] == FIRST
     assert told["parameters"] == "174,615,846,912; at most 1,463,270,400 in a rank's part of the model"
     assert told["ranks"] == "1,024 = tensor 8 x data 8 x pipeline 16"
-    memory = re.fullmatch(
-        r"at most (\S+) GiB a rank: (\S+) GiB of weights, .* \+ (\S+) GiB of .*", told["memory"]
+    assert re.match(
+        r"at most \S+ GiB a rank, in 0B\S+, .* \(by 64 of 192 microbatches\): .* a rank's part of",
+        told["memory"],
     )
-    total, rests, activations = map(float, memory.groups())
-    assert (round(rests), total) == (22, pytest.approx(rests + activations, abs=0.6))
-    assert "gathered weights" not in told["memory"], "nothing is gathered without sharded weights"
+    rows = re.findall(r"\s+(\d+)\s+(\S+) GiB\s+(\S+) GiB\s+.* in\s+\d+B", page)
+    assert [row[0] for row in rows] == [str(rank) for rank in range(16)]
+    assert rows[0][1] == "21.8", "GiB: 16 bytes of each parameter"
     assert told["pipeline"].startswith("1f1b (forward, backward in turns), 16 ranks, 192 microbatches")
     assert told["batch"].startswith(
         "1,536 samples = 3,145,728 tokens a step: 8 replicas x 192 microbatches of 1"
@@ -105,14 +109,25 @@ def test_the_smallest_line_of_one_rank(check):
     assert all(told[label] for label in FIRST)
 
 
-def test_what_is_left_out_of_the_memory(check):
-    words = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params --world-size 2".split()
-    _, page, _ = check([*SMALL, *words], 200)
-    assert "not in it: gathered weights, buffers of transfers" in entries(page)["memory"]
-    _, page, _ = check([*SMALL, "--global-batch-size", "120000"], 200)
-    assert entries(page)["memory"].endswith("optimizer's state; activations are not estimated"), (
-        "too long a plan"
+@pytest.mark.parametrize(("device", "fits"), [("h200", True), ("a100-40gb", False)])
+def test_a_device_by_name(check, device, fits):
+    _, page, _ = check(
+        [*GPT3_175B, "--world-size", "1024", "--vocab-size", "50257", "--device-profile", device], 200
     )
+    told = entries(page)["memory"]
+    assert (": fits " in told, " does not fit " in told) == (fits, not fits)
+    assert f" GiB of {device}" in told
+
+
+def test_devices_are_those_of_a_table(launched):
+    status, _, wrong = launched([*SMALL, "--check-config", "--device-profile", "h100"])
+    assert status == 2
+    assert "expects one of cpu, a100-40gb, " in wrong
+    assert "fix: did you mean h200?" in wrong
+    status, _, wrong = launched([*SMALL, "--device-profile", "cpu"], 0)
+    assert "--device-profile belongs to --check-config and --rehearse" in wrong
+    choices = typing.get_args(typing.get_args(typing.get_type_hints(TrainingConfig)["device_profile"])[0])
+    assert set(choices) == set(DEVICE_PROFILES)
 
 
 @pytest.mark.parametrize(("columns", "checked"), [(80, True), (0, True), (80, False), (0, False)])
@@ -262,7 +277,9 @@ def test_the_whole_configuration_off_a_terminal_and_with_full(check, words, colu
 
 def test_json_keeps_its_keys_on_a_terminal(check):
     _, text, wrong = check([*SMALL, "--num-experts", "8", "--json"])
-    keys = "config origin grid sharding pipeline parameters problems warnings notes not_found".split()
+    keys = (
+        "config origin grid sharding pipeline parameters estimate problems warnings notes not_found".split()
+    )
     assert list(json.loads(text)) == keys
     assert not wrong
 

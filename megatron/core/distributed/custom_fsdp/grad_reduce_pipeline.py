@@ -191,7 +191,8 @@ class GradReducePipeline:
         assert not left, f"no operation of the plan has reduced {left}"
 
     def finish(self) -> None:
-        """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it."""
+        """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it.
+        Under a plan nothing is left to reduce (`check_reduced`)."""
         assert self.is_stepping, "finish() outside of a step: call begin_step() first"
         assert self._reduce, "finish() of a step begun without reduce_gradients"
         for unit in self._order:

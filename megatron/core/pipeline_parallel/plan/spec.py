@@ -1,4 +1,4 @@
-"""One value from which every plan of a run follows: schedule, stages, what they cost, what ranks may hold."""
+"""One value from which every plan of a run follows (`build.plan_for`): schedule, stages, costs, what ranks may hold."""
 
 from __future__ import annotations
 

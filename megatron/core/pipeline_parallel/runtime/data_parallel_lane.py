@@ -1,5 +1,8 @@
 """One rank's operations of data parallelism, as its row has them: done by the engine, followed, timed and named.
 
+In the trainer the engine (`GradSync`) is `DistributedDataParallel`, whose `gathers` is an `AllGatherPipeline` and whose
+`reductions` is a `GradReducePipeline`.
+
 [Note: waiting] An UNSHARD only begins to gather. Whoever needs the weights first waits for them, once; a RESHARD that
 comes before anybody did waits too.
 

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
-from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted, size_text
 from megatron.estimate.description import ModelDescription
 from megatron.estimate.rank_account import RankAccount, rank_account
 from megatron.estimate.rank_parts import RankParts
 from megatron.estimate.step_watch import Seen
 from megatron.training.config.config import Config
-from megatron.training.engine import Engine
 
 
 def parts_of(
-    config: Config, spec: ScheduleSpec, description: ModelDescription, engine: Engine, ps: ParallelState
+    config: Config, spec: ScheduleSpec, description: ModelDescription, model: DistributedDataParallel
 ) -> RankParts:
     """Of a rank whose engine is there, on tensors with or without memory."""
-    model, stages = engine.model, {}
+    ps, stages = model.ps, {}
     for stage in spec.local_stages(ps.pp_rank):
         one = spec.stages[stage]
         chunks = config.model.recompute_chunks(len(one.layers))
@@ -35,8 +34,8 @@ def parts_of(
         for outer, again in ((False, False), (False, True), (True, False))
     }
     resting = {name: reductions.resting_bytes(number) for number, name in enumerate(names)}
-    at_rest = {kind: engine.memory_tracker.live(kind) for kind in PERSISTENT}
-    at_rest["main_grads"] = sum(resting.values()) or at_rest["main_grads"]
+    at_rest = {kind: model.memory_tracker.live(kind) for kind in PERSISTENT}
+    at_rest["main_grads"] = model.buffer.persistent_bytes()["main_grads"]
     reads = spec.reads_data(ps.pp_rank) and ps.device.kind == "cpu"
     own_batch = batch_bytes(config) if reads else 0
     return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit)

@@ -1,9 +1,11 @@
 """Add gathers, reductions and sums over instances: everything that data parallelism does in a step is in the plan.
 
-Each row is walked as its accesses (see `units`). The policy says which gaps between two uses are kept: `memory` none,
-`step` all, `backward` a microbatch's from F to B, `budget` the shortest ones that there is room for (see `keep`). Every
-stay then has a gather before it, as early as the room for gathers ahead allows, and what was gathered is freed behind
-its last use; a group of microbatches whose gradients stay together has its reduction right behind the last of them.
+Each row is walked as its accesses (`plan/held/units.py`). The policy says which gaps between two uses are kept:
+`memory` none, `step` all, `backward` a microbatch's from F to B, `budget` the shortest ones that there is room for
+(`kept_gaps`). Every stay then has a gather before it, as early as the room for gathers ahead allows, and what was
+gathered is freed behind its last use; a group of microbatches whose gradients stay together has its reduction right
+behind the last of them. `residency_rows` makes the rows: `gather_moments` says when gathers begin,
+`row_uses.reductions` when a group is complete.
 
 [Note: search] One search chooses orders of computations, parts of trailing W's, and what of the room is left to gathers
 ahead. Without a limit in bytes only parts and shares of the plan's own order are tried, each as far as that is better.
