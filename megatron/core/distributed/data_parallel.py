@@ -214,8 +214,9 @@ class DistributedDataParallel(GradSync):
         """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
         return num_bytes(self.buffer.cut_grads())
 
-    def nonfinite_keys(self) -> tuple[str, ...]:
-        """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
+    def nonfinite_keys(self) -> dict[str, str]:
+        """Ends a step begun without reduction: keys under which this rank's own gradients were not finite, with what a
+        report calls the place."""
         return self.reductions.nonfinite_keys()
 
     # Weights --------------------------------------------------------------------------------------------
