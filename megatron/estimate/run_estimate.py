@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.words import size_text
@@ -36,11 +36,11 @@ class RankEstimate:
 @dataclasses.dataclass(frozen=True)
 class RunEstimate:
     """ranks: one a pipeline rank, in order. host_bytes: of a machine's memory, by all of its ranks. capacity: bytes of
-    a rank's device; device: its name. microbatches: of a step, that were looked at."""
+    a rank's device, None where nobody knows; device: its name. microbatches: of a step, that were looked at."""
 
     ranks: tuple[RankEstimate, ...]
     host_bytes: int
-    capacity: int
+    capacity: int | None
     device: str
     microbatches: int
 
@@ -100,20 +100,10 @@ def _span(ranks: Sequence[int]) -> str:
 
 def fit_text(estimate: RunEstimate) -> str:
     """Whether the fullest rank fits its device."""
+    if estimate.capacity is None:
+        return "--device-profile says whether that fits"
     most, room = estimate.fullest.total, size_text(estimate.capacity, digits=3)
     if most > estimate.capacity:
         over = size_text(most - estimate.capacity, digits=3)
         return f"does not fit {room} of {estimate.device}: {over} too much"
     return f"fits {room} of {estimate.device}"
-
-
-def theoretical_lines(ranks: Iterable[RankEstimate]) -> list[str]:
-    """Of --report-theoretical-memory: Megatron's lines, of every pipeline rank."""
-    lines = []
-    for one in ranks:
-        rest, total = sum(one.at_rest.values()), one.peak.total
-        sizes = (f"{size / 2**20:.2f} MB" for size in (rest, total - rest, total))
-        names = ("weight and optimizer", "activation", "total")
-        told = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-        lines.append(f"Theoretical memory footprints of pipeline rank {one.rank}: {told}")
-    return lines

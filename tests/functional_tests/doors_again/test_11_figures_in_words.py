@@ -71,20 +71,21 @@ def test_no_page_sends_to_problems_that_there_are_not(page):
 
 
 def test_more_memory_than_this_machine_has_draws_a_word(page, monkeypatch):
-    for here, expected in (
-        (2**30, ", more than the 1 GiB of this machine; not in it: "),
-        (2**50, "estimated; not"),
+    each = 4 * 2**20  # one rank has room, four have not
+    for words, here, fits in (
+        ((*LARGE, *NULL), 2**30, False),
+        ((*LARGE, *NULL), 2**50, True),
+        (SMALL, each, True),
+        ((*SMALL, "--world-size", "4"), each, False),
     ):
         monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda here=here: here))
-        assert expected in page(*LARGE, *NULL)["memory"]
-    each = 4 * 2**20  # one rank has room, four have not
-    monkeypatch.setattr(LaunchEnv, "memory_bytes", staticmethod(lambda: each))
-    four = page(*SMALL, "--distributed-backend", "gloo", "--world-size", "4")["memory"]
-    assert re.search(r", on 4 ranks together [\d.]+ MiB, more than the 4 MiB of this machine; ", four), four
+        found = page(*words, "--device-profile", "cpu")["memory"]
+        told = r": fits [\d.]+ \S+ of a rank's part of this machine; "
+        assert bool(re.search(told, found)) is fits, found
+        assert (": does not fit " in found) is not fits
     monkeypatch.setattr(LaunchEnv, "gpu_present", lambda env: True)
-    assert (
-        "this machine" not in page(*SMALL, "--distributed-backend", "nccl", "--world-size", "4")["memory"]
-    ), "GPUs"
+    gpu = page(*SMALL, "--distributed-backend", "nccl", "--world-size", "4")["memory"]
+    assert "this machine" not in gpu or "this machine's device" in gpu
 
 
 def test_counts_have_commas_and_rates_no_exponent(page):

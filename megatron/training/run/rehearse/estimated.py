@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from megatron.core.device import Device
+from megatron.core.device import device_in_use
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
@@ -50,7 +50,7 @@ def _microbatches(config: Config, spec: ScheduleSpec) -> int:
     return min(every, enough) if repeats else every
 
 
-def _room(config: Config, ranks: Sequence[RankEstimate]) -> tuple[int, int, str]:
+def _room(config: Config, ranks: Sequence[RankEstimate]) -> tuple[int, int | None, str]:
     """Bytes that ranks take of a machine's memory together, bytes of a rank's device, and what that is called."""
     name, is_cpu = config.training.device_profile, config.parallel.distributed_backend == "gloo"
     profile = DEVICE_PROFILES[name or "cpu"]
@@ -61,7 +61,7 @@ def _room(config: Config, ranks: Sequence[RankEstimate]) -> tuple[int, int, str]
     if is_cpu:
         together = sum(one.peak.total for one in ranks) * config.world_size // len(ranks) + on_host * here
         return together, LaunchEnv.memory_bytes() // here, "a rank's part of this machine"
-    capacity = profile.num_bytes or Device("cuda").total_bytes() or 0
+    capacity = profile.num_bytes or device_in_use().total_bytes()
     batches = config.last_num_microbatches * batch_bytes(config)
     return (batches + on_host) * here, capacity, name or "this machine's device"
 
