@@ -26,6 +26,10 @@ THREADS_OF_PROCESS, THREADS_OF_COMMUNICATOR = 8, 3
 class SystemLimitError(ValueError):
     """The system gives this process less than the run needs (exit status 2)."""
 
+    @property
+    def of_memory(self) -> bool:
+        return str(self).startswith("out of memory")
+
 
 def _communicators(config: Config, env: LaunchEnv) -> list[int]:
     """The sizes of those that this rank takes part in, torch's default one included."""
