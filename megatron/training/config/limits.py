@@ -149,7 +149,8 @@ def _limit_message(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or number == errno.ENOMEM or _MEMORY.search(lower):
         told = f" ({text.splitlines()[0]})" if text else ""
         return (
-            f"out of memory{told}: address space is limited to {_shown(resource.RLIMIT_AS)} bytes (ulimit -v); use "
+            f"out of memory{told}: address space is limited to {_shown(resource.RLIMIT_AS)} bytes (ulimit -v), "
+            f"data to {_shown(resource.RLIMIT_DATA)} (ulimit -d); use "
             "more memory, a smaller --micro-batch-size, --recompute-granularity, or cut the model over more ranks"
         )
     return None
