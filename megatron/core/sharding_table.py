@@ -34,6 +34,10 @@ class Sharding:
         cuts = (self.weights, self.main_grads, self.optimizer)
         return Sharding(*(ShardOver.NONE if place.ways(cut) == 1 else cut for cut in cuts))
 
+    def of_experts(self, place: ShardPlace) -> Sharding:
+        """The same row of experts with a grid of their own: whole ones have no part that instances could cut."""
+        return (STRATEGIES["no_shard"] if place.inner_size == 1 else self).at(place)
+
     def joined(self, other: Sharding) -> Sharding:
         """What is cut in one of two effective rows of a strategy."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -149,7 +153,10 @@ class ShardPlace:
         return self.inner_rank * self.outer_size + self.outer_rank
 
 
-def rank_groups(place: ShardPlace, names: tuple[str, str] = ("dp", "outer")) -> tuple[RankGroup, RankGroup]:
+DENSE_GROUPS, EXPERT_GROUPS = ("dp", "outer"), ("expert_dp", "expert_outer")
+
+
+def rank_groups(place: ShardPlace, names: tuple[str, str] = DENSE_GROUPS) -> tuple[RankGroup, RankGroup]:
     """The ranks that cut states, and the instances that repeat them."""
     inner, outer = names
     return RankGroup(inner, place.inner_size), RankGroup(outer, place.outer_size, instances=True)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.transformer.layer_table import LayerKind, layer_table
 from megatron.core.transformer.model_config import TransformerConfig
@@ -83,13 +84,17 @@ class UnitWeights(NamedTuple):
 
 class ParameterCount(NamedTuple):
     """total: every parameter once. experts: of these, in experts that tokens are routed to; active: all but those of
-    experts that a token does not meet. per_rank: parameters on a tensor rank of each pipeline rank, its chunks
-    together."""
+    experts that a token does not meet. of_ranks: on a tensor rank of each pipeline rank, its chunks together."""
 
     total: int
     experts: int
     active: int
-    per_rank: tuple[int, ...]
+    of_ranks: tuple[UnitWeights, ...]
+
+    @property
+    def per_rank(self) -> tuple[int, ...]:
+        """`of_ranks`, all together."""
+        return tuple(map(sum, self.of_ranks))
 
 
 # A unit without bytes, with FLOPs and elements of accumulators of further uses; its parameters.
@@ -213,8 +218,8 @@ class ModelCosts:
         of_ranks: list[dict[str, UnitWeights]] = [{} for _ in range(placement.num_ranks)]
         for spec, rank in zip(stages, placement.ranks(), strict=True):
             of_ranks[rank] |= self.unit_weights(spec, placement)
-        per_rank = tuple(sum(map(sum, units.values())) for units in of_ranks)
-        return ParameterCount(total, experts, active, per_rank)
+        held = (functools.reduce(UnitWeights.plus, units.values(), UnitWeights()) for units in of_ranks)
+        return ParameterCount(total, experts, active, tuple(held))
 
     @property
     def _table(self) -> tuple[LayerKind, ...]:

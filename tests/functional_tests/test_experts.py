@@ -65,3 +65,25 @@ def test_bits_of_one_process(name, expected, tmp_path):
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(ranks, more, tmp_path):
     length = "--train-iters 12 --lr-decay-style cosine --lr-decay-iters 12".split()
     assert_bit_for_bit(tmp_path, ranks, [*length, *EXPERTS, *more.split()])
+    straight, resumed = (
+        [line for line in launch.metrics_lines(tmp_path / name / "ck") if line.get("event") == "experts"]
+        for name in ("straight", "resumed")
+    )
+    tokens = {line["iteration"]: line["tokens"] for line in straight}
+    assert {line["iteration"]: line["tokens"] for line in resumed} == {n: tokens[n] for n in tokens if n > 6}
+    assert len(resumed) == 6
+
+
+@pytest.mark.grid
+def test_biases_that_only_the_run_or_the_checkpoint_has_are_refused(tmp_path):
+    biased, name = ["--moe-router-enable-expert-bias"], "moe_router_enable_expert_bias"
+    plain = [word for word in RUN if word not in biased]
+    for number, (first, second) in enumerate(((RUN, plain), (plain, RUN))):
+        folder, has = tmp_path / str(number), number == 0
+        folder.mkdir()
+        launch.ok(launch.run_forked([*first, "--train-iters", "1"], cwd=folder))
+        told = launch.ended(launch.run_forked([*second, "--load", "ck"], cwd=folder), 3).output
+        assert f"{name}: checkpoint {has}, this run {not has}: give the same flags" in told
+        told = launch.ended(launch.run_forked([*second, "--load", "ck", "--finetune"], cwd=folder), 3).output
+        missing = "tensors that this run does not have" if has else "tensors that this run needs are missing"
+        assert f"{missing}: model.decoder.layers.0.mlp.router.expert_bias" in told

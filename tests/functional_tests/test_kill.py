@@ -36,6 +36,15 @@ SHARDED_PIPELINES = (
     f"--enable-optimizer-post-validation --post-validation-after 0 --faults {FAULTS}"
 )
 
+# Experts whose biases move with every step, and go back with those that are taken back.
+BIASED_EXPERTS = (
+    "--num-layers 4 --pipeline-model-parallel-size 2 --enable-zero-bubble --padded-vocab-size 128 --clip-grad 4 "
+    "--untie-embeddings-and-output-weights --enable-optimizer-post-validation --post-validation-after 0 "
+    f"--faults {FAULTS.replace(':0.5:', ':1:')} --save-interval 3 --num-experts 4 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 --moe-expert-capacity-factor 1"
+)
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
@@ -112,6 +121,14 @@ def test_ten_kills_of_sharded_pipelines(tmp_path, undisturbed):
         met.append(killed_and_resumed(folder, undisturbed, seed, 4, SHARDED_PIPELINES, FAULTY_STEPS))
         print(json.dumps(met[-1]))
     assert any(0 < kill["reached"] < ITERATIONS for kill in met)
+
+
+@pytest.mark.grid
+def test_a_kill_of_experts_with_biases(tmp_path, undisturbed):
+    met = killed_and_resumed(tmp_path, undisturbed, 5, 2, BIASED_EXPERTS, FAULTY_STEPS)
+    assert 0 < met["resumed from"] < ITERATIONS, met
+    rollbacks = [line["rollbacks"] for line in launch.metrics_lines(tmp_path / "ck") if "rollbacks" in line]
+    assert sum(rollbacks) > 0
 
 
 @pytest.mark.full

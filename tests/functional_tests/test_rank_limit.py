@@ -10,12 +10,14 @@ from tests.harness.runs import assert_same_but_for_rounding, runs_of
 
 SIZE = "--num-layers 4 --padded-vocab-size 128 --train-iters 3 --save ck --save-interval 3 --global-batch-size 16"
 BASE = [*launch.TINY, *SIZE.split(), "--log-interval", "1"]
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --disable-bias-linear"
 AUTO = "--pipeline-model-parallel-size 2 --use-custom-fsdp --data-parallel-sharding-strategy auto"
 
 
 @pytest.mark.grid
-def test_a_run_keeps_to_its_limit(tmp_path_factory):
-    run = runs_of(BASE, tmp_path_factory.mktemp)
+@pytest.mark.parametrize("more", ["", EXPERTS])
+def test_a_run_keeps_to_its_limit(more, tmp_path_factory):
+    run = runs_of([*BASE, *more.split()], tmp_path_factory.mktemp)
     limit = 1_000_000
     limited = run(4, f"{AUTO} --rank-memory-limit {limit}")
     assert_same_but_for_rounding(run(4, "--pipeline-model-parallel-size 2"), limited)

@@ -14,13 +14,8 @@ import functools
 import sys
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
-from megatron.core.pipeline_parallel.plan.held.units import (
-    RankUnits,
-    Share,
-    StageUnits,
-    StateBytes,
-    UnitCosts,
-)
+from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
 from megatron.core.pipeline_parallel.plan.joint import named

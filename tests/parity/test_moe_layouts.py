@@ -61,12 +61,12 @@ class CountingRun(Run):
         self.counts = []
         train = self.runner.train
 
-        def counting(batches, task):
-            numbers = train(batches, task)
+        def counting(batches, task, **more):
+            numbers = train(batches, task, **more)
             reduce = numbers.reduce
 
-            def reduced(ps):
-                totals = reduce(ps)
+            def reduced(ps, flags=()):
+                totals = reduce(ps, flags)
                 self.counts.append(totals.layers)
                 return totals
 

@@ -22,6 +22,24 @@ LAYOUTS = (
     ({"tp": 2, "pp": 2}, f"{PP} {TP} --sequence-parallel --enable-zero-bubble {LLAMA}"),
 )
 
+EXPERTS = f"--num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 {LLAMA}"
+INSTANCES = "--num-distributed-optimizer-instances 2"
+WHOLE = "--expert-tensor-parallel-size 1"
+SENT = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
+# Both grids: whole and cut experts, beside whole and cut dense layers.
+FOLDED = (
+    (2, SENT),
+    (4, f"{SENT} {ZERO_3} --bf16 --moe-shared-expert-intermediate-size 32"),
+    (4, f"{SENT} --use-distributed-optimizer --bf16"),
+    (4, f"{SENT} {ZERO_3} {TP[:-1]}4 --sequence-parallel {WHOLE}"),
+    (4, f"{SENT} {PP} {ZERO_3} --zero-bubble-v-schedule"),
+    (8, f"{EXPERTS} {PP} {TP} --sequence-parallel {ZERO_3} --enable-zero-bubble --bf16"),
+    (
+        8,
+        f"{SENT} {ZERO_3} {INSTANCES} --micro-batch-size 1 --outer-dp-sharding-strategy optim",
+    ),
+)
+
 
 def config_of(words, ranks):
     flags = "--num-layers 4 --global-batch-size 8 --padded-vocab-size 386"
@@ -64,6 +82,18 @@ def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words
     for operations, found in run_ranks(body, 4, timeout=240.0):
         assert operations > 16
         assert found == []
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(("ranks", "words"), FOLDED)
+def test_accounts_know_the_grid_of_experts(ranks, words):
+    config = config_of(words, ranks)
+    assert config.world_part().experts is not None
+    together = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    for one, account in accounts_of(config, together):
+        assert one.engine.is_described
+        assert len(one.seen) == len(account.row) + 1
+        assert differences(account, one.seen) == []
 
 
 def test_an_account_that_is_wrong_is_told_by_operation_and_kind():

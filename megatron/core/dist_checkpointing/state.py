@@ -18,7 +18,7 @@ class LocalPiece:
     lives in. Several ranks may hold the same rectangle (replicas): one of them writes it.
 
     tensor: shape of the rectangle. offset: its first element in the global tensor, one index a dim. written: False for
-    what other ranks write, who may have cut it elsewhere; it is only read.
+    what other ranks write, who may have cut it elsewhere; it is only read. experts: its first dim counts experts.
     """
 
     name: str
@@ -26,6 +26,7 @@ class LocalPiece:
     offset: tuple[int, ...]
     tensor: Tensor
     written: bool = True
+    experts: bool = False
 
 
 def pieces_of(prefix: str, meta: ParamMeta, tensor: Tensor) -> list[LocalPiece]:
@@ -35,7 +36,9 @@ def pieces_of(prefix: str, meta: ParamMeta, tensor: Tensor) -> list[LocalPiece]:
     )
     tensor = tensor.detach()
     return [
-        LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, part.offset, part.view(tensor))
+        LocalPiece(
+            f"{prefix}.{meta.name}", meta.global_shape, part.offset, part.view(tensor), experts=meta.expert
+        )
         for part in meta.parts
     ]
 
@@ -49,7 +52,7 @@ def part_pieces(prefix: str, meta: ParamMeta, part: Tensor, start: int, end: int
         return pieces_of(prefix, meta, part.view(meta.local_shape))
     part = part.detach()
     return [
-        LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, offset, view)
+        LocalPiece(f"{prefix}.{meta.name}", meta.global_shape, offset, view, experts=meta.expert)
         for region in meta.parts
         for offset, view in region_parts(region, meta.local_shape, part, start, end)
     ]

@@ -39,7 +39,14 @@ from megatron.core.param_meta import ParamMeta, infer_param_meta
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.protocols import GradListener, GradSync
-from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace, outer_cut_of_nothing, sharding_of
+from megatron.core.sharding_table import (
+    EXPERT_GROUPS,
+    Sharding,
+    ShardOver,
+    ShardPlace,
+    outer_cut_of_nothing,
+    sharding_of,
+)
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.transport.traffic import Traffic
 
@@ -207,8 +214,9 @@ class DistributedDataParallel(GradSync):
         """What gradients at rest take that have no memory between steps, and keep it while a step is not decided on."""
         return num_bytes(self.buffer.cut_grads())
 
-    def nonfinite_keys(self) -> tuple[str, ...]:
-        """Ends a step begun without reduction: keys under which this rank's own gradients were not finite."""
+    def nonfinite_keys(self) -> dict[str, str]:
+        """Ends a step begun without reduction: keys under which this rank's own gradients were not finite, with what a
+        report calls the place."""
         return self.reductions.nonfinite_keys()
 
     # Weights --------------------------------------------------------------------------------------------
@@ -256,9 +264,7 @@ class DistributedDataParallel(GradSync):
     @functools.cached_property
     def groups(self) -> tuple[ArenaGroups, ...]:
         """All that communicate about a part of the model."""
-        return tuple(
-            {id(groups): groups for groups, _ in self.buffer.by_groups(self.buffer.buckets)}.values()
-        )
+        return tuple(groups for groups, _ in self.buffer.by_groups(self.buffer.buckets))
 
     def _moved(self) -> Traffic:
         """Since the groups were made."""
@@ -288,12 +294,10 @@ def expert_arenas(config: DistributedDataParallelConfig, ps: ParallelState) -> A
         ps.expert_dp_gather_group,
         ps.expert_dp_reduce_group,
         ps.expert_dp_outer_group,
-        ("expert_dp", "expert_outer"),
+        EXPERT_GROUPS,
     )
     row = sharding_of(config.data_parallel_sharding_strategy, config.outer_dp_sharding_strategy)
-    if groups.place.inner_size == 1:  # whole experts have no part that instances could cut further
-        row = sharding_of("no_shard")
-    return ArenaSharding(row.at(groups.place), groups.place, groups)
+    return ArenaSharding(row.of_experts(groups.place), groups.place, groups)
 
 
 def effective_sharding(config: DistributedDataParallelConfig, place: ShardPlace) -> Sharding:

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
 from megatron.core.words import NOT_KNOWN, counted
-from megatron.estimate.model_costs import ParameterCount
+from megatron.estimate.model_costs import ParameterCount, UnitWeights
 from megatron.estimate.run_estimate import RunEstimate, estimate_json, table_lines
 from megatron.training.config.config import Config
 from megatron.training.config.flag_table import spellings
@@ -219,9 +219,16 @@ def _sharding(config: Config) -> _Section:
         return None, []
     cuts = {"weights": row.weights, "gradients": row.main_grads, "the optimizer's state": row.optimizer}
     ways = {what: place.ways(cut) for what, cut in cuts.items()}
-    held = ", ".join(f"1/{parts} of {what}" for what, parts in ways.items())
-    facts = {"strategy": strategy, "instances": place.outer_size, "ways": ways}
-    return facts, [f"sharding: {strategy}: a rank holds {held}"]
+    facts = {"strategy": strategy, "instances": place.outer_size, "ways": ways, "expert_ways": None}
+    lines = [f"sharding: {strategy}: a rank holds {_held(ways)}"]
+    if (experts := config.expert_place) is not None:
+        facts["expert_ways"] = of_experts = {what: experts.ways(cut) for what, cut in cuts.items()}
+        lines.append(f"  of its experts {_held(of_experts)}")
+    return facts, lines
+
+
+def _held(ways: Mapping[str, int]) -> str:
+    return ", ".join(f"1/{parts} of {what}" for what, parts in ways.items())
 
 
 def _unbuilt(problems: Sequence[Problem]) -> str:
@@ -250,10 +257,11 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str) -
         "experts": None,
         "active": None,
         "per_rank": None,
+        "experts_per_rank": None,
         "why": why or None,
     }
     lines: list[str] = []
-    stages: Sequence[int] = () if count is None else count.per_rank
+    stages: Sequence[UnitWeights] = () if count is None else count.of_ranks
     if count is not None:
         facts |= {"total": count.total, "experts": count.experts, "active": count.active}
         lines.append(f"parameters: {count.total:,} in all")
@@ -263,11 +271,13 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str) -
         )
     if grid is not None and stages:
         stride, ranks = grid.strides["pp"], grid.world_size // grid.pp
-        facts["per_rank"] = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
+        here = [stages[rank // stride % grid.pp] for rank in range(grid.world_size)]
+        facts["per_rank"], facts["experts_per_rank"] = list(map(sum, here)), [one.experts for one in here]
         lines.append("parameters per rank:")
         for at, held in enumerate(stages):
             which = f"each of {counted(ranks, 'rank')}" if ranks > 1 else f"rank {grid.rank({'pp': at})}"
-            lines.append(f"  pipeline rank {at} ({which}): {held:,}")
+            experts = f", {held.experts:,} of them in experts" if held.experts else ""
+            lines.append(f"  pipeline rank {at} ({which}): {sum(held):,}{experts}")
     return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if count is None else [])
 
 

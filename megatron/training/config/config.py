@@ -14,7 +14,8 @@ from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.parallelism_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits, StateBytes
+from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -139,14 +140,25 @@ class Config:
     @property
     def shard_place(self) -> ShardPlace | None:
         """Over how many ranks states are cut, on the first; None where ranks do not divide, which rules tell."""
-        instances = self.ddp.num_distributed_optimizer_instances
         try:
-            ranks = self.data_parallel_size
+            return self._place_on(self.grid())
         except RankGridError:
             return None
-        if instances < 1 or ranks % instances:
+
+    @property
+    def expert_place(self) -> ShardPlace | None:
+        """The same of experts; None where they have no grid of their own too."""
+        try:
+            experts = self.world_part().experts
+        except RankGridError:
             return None
-        return ShardPlace(inner_size=ranks // instances, outer_size=instances)
+        return None if experts is None else self._place_on(experts)
+
+    def _place_on(self, grid: RankGrid) -> ShardPlace | None:
+        instances = self.ddp.num_distributed_optimizer_instances
+        if instances < 1 or grid.dp % instances:
+            return None
+        return ShardPlace(inner_size=grid.dp // instances, outer_size=instances)
 
     @property
     def params_dtype(self) -> str:
@@ -210,8 +222,10 @@ class Config:
     @property
     def rank_budget(self) -> RankBudget | None:
         """What --rank-memory-limit decides under; None without it, or where ranks do not divide, which rules tell."""
-        place = self.shard_place
-        return None if place is None else rank_budget(self.parallel, self.ddp, place, self.params_flag)
+        place, experts = self.shard_place, self.expert_place
+        return (
+            None if place is None else rank_budget(self.parallel, self.ddp, place, self.params_flag, experts)
+        )
 
     @property
     def state_bytes(self) -> StateBytes | None:
@@ -219,7 +233,8 @@ class Config:
         row, place = self.sharding, self.shard_place
         if row is None or place is None:
             return None
-        return state_bytes(self.ddp, row, place, self.params_flag, copies=self.parallel.keeps_copies)
+        copies, experts = self.parallel.keeps_copies, self.expert_place
+        return state_bytes(self.ddp, row, place, self.params_flag, copies=copies, experts=experts)
 
     def units_of(self, spec: ScheduleSpec) -> tuple[StageUnits, ...]:
         """Of every stage, as the model was described."""

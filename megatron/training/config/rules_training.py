@@ -35,11 +35,6 @@ def expert_grid_fault(c: RuleContext) -> str | None:
     return None if grid_fault(c) else refusal(lambda: c.config.world_part().check(), RankGridError)
 
 
-def experts_apart(c: RuleContext) -> bool:
-    """Whether experts lie on a grid of their own."""
-    return expert_grid_fault(c) is None and not grid_fault(c) and c.config.world_part().experts is not None
-
-
 def batch_fault(c: RuleContext) -> str | None:
     if min(c.micro_batch_size or 0, c.global_batch_size or 0) < 1 or grid_fault(c):
         return None  # has a rule of its own

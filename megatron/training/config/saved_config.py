@@ -209,11 +209,19 @@ def weight_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> lis
     """The settings that decide what weights mean and are not those of a checkpoint, each with both values.
 
     saved: its configuration. here: this run's, flat. What one of them does not name is not compared, but for settings
-    of ours, which came later: what does not name them is of a model without.
+    of ours, which came later: what does not name them is of a model without. What balances experts is no part of a
+    model, but for sinkhorn, which weighs them by other scores (`routing.by_sinkhorn`).
     """
     saved = {name: FIELDS[name][1].default for name in WEIGHT_FIELDS if _MARKS[name].ours} | dict(saved)
     compared = (name for name in WEIGHT_FIELDS if name in saved and name in here)
-    return [
+    name = "moe_router_load_balancing_type"
+    balancing: list[Any] = [one.get(name) for one in (saved, here) if one.get("num_experts")]
+    if len({"sinkhorn" in words for words in balancing if words}) == 2:
+        before, now = map(list, balancing)
+        others = [f"{name}: checkpoint {before}, this run {now}"]
+    else:
+        others = []
+    return others + [
         f"{name}: checkpoint {before!r}, this run {now!r}"
         for name in compared
         if _decides(name, saved) and _decides(name, here)

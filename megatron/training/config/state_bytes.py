@@ -9,9 +9,9 @@ from megatron.core.distributed.custom_fsdp.data_parallel_config import Distribut
 from megatron.core.distributed.custom_fsdp.shard_layout import ALIGNMENT, bucket_size_of
 from megatron.core.distributed.custom_fsdp.sharding import main_grads_dtype, main_params_dtype, residency_of
 from megatron.core.parallelism_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.plan.held.units import StateBytes
+from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
 from megatron.core.pipeline_parallel.plan.residency import RankBudget
-from megatron.core.sharding_table import Sharding, ShardOver, ShardPlace, sharding_of
+from megatron.core.sharding_table import EXPERT_GROUPS, Sharding, ShardOver, ShardPlace, sharding_of
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # as flags have them
 _MOMENTS = 2
@@ -28,14 +28,18 @@ def state_bytes(
     dtype: str,
     *,
     copies: bool = False,
+    experts: ShardPlace | None = None,
 ) -> StateBytes:
     """sharding: of the table. dtype: of the model's weights, as flags have it (bf16, ...). AdamW's moments are counted,
-    in the dtype of main weights. copies: of both, that a step is taken back by."""
+    in the dtype of main weights. copies: of both, that a step is taken back by. experts: place of experts with a grid
+    of their own."""
     wire, main_dtype = config.megatron_fsdp_grad_comm_dtype, main_params_dtype(dtype, config)
     main, main_grad = DTYPE_BYTES[main_dtype], DTYPE_BYTES[main_grads_dtype(dtype, config)]
     row = sharding.at(place)
-    whole = row.main_grads is ShardOver.NONE
-    return StateBytes(
+    of_experts = None if experts is None else sharding.of_experts(experts)
+    joined = row if of_experts is None else row.joined(of_experts)
+    whole = joined.main_grads is ShardOver.NONE
+    sizes = StateBytes(
         row,
         place,
         align=ALIGNMENT * place.dp_size,
@@ -47,12 +51,22 @@ def state_bytes(
         bucket_size=bucket_size_of(0, place.dp_size, config.ddp_bucket_size) if whole else None,
         num_buckets=config.ddp_num_buckets if whole else None,
     )
+    if experts is None or of_experts is None:
+        return sizes
+    align = ALIGNMENT * experts.dp_size
+    apart = dataclasses.replace(sizes, sharding=of_experts, place=experts, align=align, groups=EXPERT_GROUPS)
+    return dataclasses.replace(sizes, experts=apart)
 
 
 def rank_budget(
-    parallel: ModelParallelConfig, ddp: DistributedDataParallelConfig, place: ShardPlace, dtype: str
+    parallel: ModelParallelConfig,
+    ddp: DistributedDataParallelConfig,
+    place: ShardPlace,
+    dtype: str,
+    experts: ShardPlace | None = None,
 ) -> RankBudget | None:
-    """What --rank-memory-limit is chosen under; None without it, or while it is the device's. dtype: of weights."""
+    """What --rank-memory-limit is chosen under; None without it, or while it is the device's. dtype: of weights.
+    experts: as in `state_bytes`."""
     limit, tflops, speed = (
         parallel.rank_memory_limit,
         parallel.achieved_tflops,
@@ -67,6 +81,6 @@ def rank_budget(
         outer = ddp.outer_dp_sharding_strategy if strategy == "optim_grads_params" else "no_shard"
         row = sharding_of(strategy, outer)
         residency = residency_of(config, row, ranks, element_bytes=DTYPE_BYTES[dtype])
-        sizes = state_bytes(config, row, place, dtype, copies=parallel.keeps_copies)
+        sizes = state_bytes(config, row, place, dtype, copies=parallel.keeps_copies, experts=experts)
         rows.append((residency.within((float(limit),) * ranks), sizes))
     return RankBudget(tuple(rows), tflops * 1e12, speed * 1e9)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.agree import gather_json
 from megatron.core.dist_checkpointing.state import LocalPiece
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
-from megatron.core.distributed.custom_fsdp.squared_sums import all_finite
+from megatron.core.distributed.custom_fsdp.squared_sums import all_finite, nonfinite_place
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
@@ -55,9 +55,9 @@ class WeightCheck:
         buffer = self._buffer
         weights = ((name, buffer.main_weight_part(name), buffer.weight(name).dtype) for name in buffer.names)
         told = (
-            f"the weight of {name} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
+            f"the weight of {place} is {_what_is_wrong(main) or f'larger than {dtype} can hold'}"
             for name, main, dtype in weights
-            if not all_finite([main.to(dtype)])  # sync: a failed step
+            if (place := _nonfinite_weight(buffer, name, dtype)) is not None
         )
         where = _first_told(next(told, None), self._ps) or "some weight was not finite"
         raise NonFiniteWeightsError(
@@ -71,8 +71,23 @@ def first_nonfinite(pieces: Sequence[LocalPiece], ps: ParallelState | None) -> s
     which rank: the same on all ranks. Communicates over control."""
     mine = None
     if not all_finite(piece.tensor for piece in pieces):  # sync: before a save, after a load
-        mine = next(f"{one.name} is {wrong}" for one in pieces if (wrong := _what_is_wrong(one.tensor)))
+        mine = next(_told_of(one, wrong) for one in pieces if (wrong := _what_is_wrong(one.tensor)))
     return _first_told(mine, ps)
+
+
+def _told_of(piece: LocalPiece, wrong: str) -> str:
+    """Of a piece that is not finite."""
+    if not piece.experts:
+        return f"{piece.name} is {wrong}"
+    number = next(number for number, of_expert in enumerate(piece.tensor) if not all_finite([of_expert]))
+    return f"expert {piece.offset[0] + number} of {piece.name} is {wrong}"
+
+
+def _nonfinite_weight(buffer: FlatBuffer, name: str, dtype: torch.dtype | None = None) -> str | None:
+    """`nonfinite_place` of what this rank's optimizer updates of a weight. dtype: that it is rounded to."""
+    start, _ = buffer.part(name, buffer.sharding.optimizer)
+    part = buffer.main_weight_part(name)
+    return nonfinite_place(buffer.param_meta[name], part.to(dtype or part.dtype), start)
 
 
 def _first_told(mine: str | None, ps: ParallelState | None) -> str | None:
@@ -121,11 +136,11 @@ def _local_site(microbatch: int | None, engine: Engine, ps: ParallelState) -> No
     """This rank's own, from gradients that were not reduced; None where all is finite."""
     buffer = engine.model.buffer
     for name in buffer.names:
-        if not torch.isfinite(buffer.main_weight_part(name)).all():  # sync: a failed step
-            return NonFiniteSite(ps.rank, microbatch, name, bad_weight=True, pp_rank=ps.pp_rank)
-    bad = frozenset(engine.model.nonfinite_keys())
-    names = (name for name in buffer.names if not bad.isdisjoint(buffer.param_meta[name].grad_keys))
-    site = NonFiniteSite(ps.rank, microbatch, next(names, None), pp_rank=ps.pp_rank)
+        if (place := _nonfinite_weight(buffer, name)) is not None:
+            return NonFiniteSite(ps.rank, microbatch, place, bad_weight=True, pp_rank=ps.pp_rank)
+    bad = engine.model.nonfinite_keys()
+    places = (bad[key] for name in buffer.names for key in buffer.param_meta[name].grad_keys if key in bad)
+    site = NonFiniteSite(ps.rank, microbatch, next(places, None), pp_rank=ps.pp_rank)
     return None if site.parameter is None and microbatch is None else site
 
 

@@ -213,7 +213,7 @@ def build_chunk(
     with torch.device("meta") if on_meta else ps.device.torch_device:
         module = model_provider(**arguments)
     module.to(params_dtype(config))
-    what, described = type(module).__name__, ps.experts is None and _is_described(module, config)
+    what, described = type(module).__name__, _is_described(module, config)
     if config.parallel.rank_memory_limit is not None and not described:
         raise ModelError(
             "--rank-memory-limit plans by what the flags say of a GPT, and the model provider makes another model, "

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron.core.distributed.custom_fsdp.squared_sums import all_finite
+from megatron.core.distributed.custom_fsdp.squared_sums import all_finite, nonfinite_place
+from megatron.core.param_meta import ParamMeta, Region
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,3 +34,17 @@ def test_any_shape_and_nothing():
     assert all_finite([whole[:, :7], whole[0, 0], torch.zeros(0), torch.arange(3)])
     assert not all_finite([whole.t()[4:]])
     assert all_finite([])
+
+
+def test_the_place_of_a_bad_element_in_any_slice():
+    """Two of six experts on this rank, of which it holds half the width, cut anywhere."""
+    half = Region((0, 0, 0), (2, 3, 0), (2, 3, 4))
+    meta = ParamMeta("experts.weight", (6, 6, 4), regions=(half,), expert=True)
+    for place in range(24):
+        flat = torch.zeros(24)
+        flat[place] = math.nan
+        for start in range(0, 24, 5):
+            found = nonfinite_place(meta, flat[start : start + 9], start)
+            held = start <= place < start + 9
+            assert found == (f"expert {2 + place // 12} of experts.weight" if held else None)
+    assert nonfinite_place(ParamMeta("w", (24,)), flat) == "w"

@@ -14,7 +14,7 @@ from megatron.core.distributed.custom_fsdp.stage_units import find_units_of
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.module import ModelChunks
-from megatron.core.pipeline_parallel.plan.held.units import StateBytes
+from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace
 from megatron.estimate.model_costs import CPU, DeviceRates

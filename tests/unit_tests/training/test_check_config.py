@@ -291,6 +291,7 @@ def test_the_sharding_is_told_by_what_a_rank_holds(capsys):
         "strategy": "optim_grads_params",
         "instances": 2,
         "ways": {"weights": 4, "gradients": 4, "the optimizer's state": 8},
+        "expert_ways": None,
     }
     _, printed = check(capsys, *words)
     told = "# sharding: optim_grads_params: a rank holds 1/4 of weights, 1/4 of gradients, 1/8 of the optimizer's state"

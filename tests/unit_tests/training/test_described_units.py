@@ -8,6 +8,7 @@ import pytest
 from megatron.core.distributed.plan_inputs import units_of_all_stages
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.module import ModelError
+from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import build_engine, build_gpt_model
@@ -18,6 +19,9 @@ from tests.harness.ranks import run_ranks
 ZERO_3 = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
 INSTANCES = "--num-distributed-optimizer-instances 2"
 PP = "--pipeline-model-parallel-size 2"
+TP = "--sequence-parallel --tensor-model-parallel-size 2"
+WHOLE = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear --swiglu"
 CASES = (
     ({"dp": 4}, ""),
     ({"dp": 4}, "--use-distributed-optimizer --ddp-num-buckets 3 --bf16"),
@@ -28,6 +32,13 @@ CASES = (
     ({"dp": 4, "instances": 2}, f"--use-distributed-optimizer {INSTANCES}"),
     ({"dp": 2, "tp": 2}, f"--tensor-model-parallel-size 2 {ZERO_3} --position-embedding-type rope --qk-layernorm"),
     ({"dp": 4}, f"{ZERO_3.removesuffix('_params')} --untie-embeddings-and-output-weights"),
+    ({"dp": 4}, f"{EXPERTS} --expert-model-parallel-size 2 {ZERO_3} --bf16"),
+    ({"dp": 4}, f"{EXPERTS} --expert-model-parallel-size 2 --use-distributed-optimizer --ddp-bucket-size 9000"),
+    ({"dp": 4}, f"{EXPERTS} --expert-model-parallel-size 4 {ZERO_3}"),
+    ({"dp": 2, "pp": 2}, f"{PP} {EXPERTS} --expert-model-parallel-size 2 {ZERO_3} --zero-bubble-v-schedule"),
+    ({"dp": 2, "tp": 2}, f"{TP} {EXPERTS} {WHOLE} {ZERO_3}"),
+    ({"dp": 1, "tp": 4}, f"{TP[:-1]}4 {EXPERTS} {WHOLE} {ZERO_3}"),
+    ({"dp": 4, "instances": 2}, f"{EXPERTS} --expert-model-parallel-size 2 {ZERO_3} {INSTANCES} --bf16"),
 )  # fmt: skip
 
 
@@ -42,7 +53,8 @@ def config_of(words, ranks=4):
 
 def built(ctx, ranks, words, provider=build_gpt_model):
     """Configuration, engine and this rank's stages."""
-    config, ps = config_of(words), ctx.make_ps(**ranks)
+    config = config_of(words, ctx.world_size)
+    ps = ctx.make_ps(experts=config.world_part().experts, **ranks)
     engine = build_engine(config, ps, partial(provider, config, ps))
     return config, engine, config.planner().spec.local_stages(ps.pp_rank)
 
@@ -57,7 +69,10 @@ def test_the_engine_builds_what_the_flags_describe(ranks, words):
         assert units_of_all_stages(engine.model, stages, by_flags) == by_flags
         as_built = units_of_all_stages(engine.model, stages)
         for mine, theirs in zip(by_flags, as_built, strict=True):
-            assert [one.shares for one in mine.units] == [one.shares for one in theirs.units]
+            assert [set(one.shares) for one in mine.units] == [set(one.shares) for one in theirs.units]
+        held = rank_units(config.planner().spec.placement, by_flags)[engine.model.ps.pp_rank]
+        of_further_uses = engine.model.buffer.persistent_bytes()["extra_grads"]
+        assert held.bytes_at_rest == engine.persistent_bytes() - of_further_uses
         return True
 
     assert run_ranks(body, 4) == [True] * 4

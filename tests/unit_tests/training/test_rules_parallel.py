@@ -219,12 +219,6 @@ def test_experts_follow_the_tensor_parallel_size_or_have_a_grid_of_their_own():
             "expert-grid",
             "does not divide the number of ranks that hold the same experts, 1",
         ),
-        (
-            f"{EXPERTS} --expert-model-parallel-size 2 --rank-memory-limit 4G",
-            2,
-            "rank-limit-experts",
-            "with experts on ranks of their own",
-        ),
     ],
 )
 def test_a_grid_of_experts_that_does_not_fit_is_refused(words, ranks, rule, said):

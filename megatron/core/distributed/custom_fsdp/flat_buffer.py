@@ -125,14 +125,12 @@ class FlatBuffer:
 
     def by_groups(self, buckets: Iterable[BucketMemory]) -> list[tuple[ArenaGroups, list[BucketMemory]]]:
         """Buckets by who communicates about them."""
-        found: list[tuple[ArenaGroups, list[BucketMemory]]] = []
+        found: dict[int, tuple[ArenaGroups, list[BucketMemory]]] = {}
         for bucket in buckets:
             groups = self.arenas[bucket.arena].cut.groups
             assert groups is not None, f"nobody communicates about {bucket.name}"
-            if not found or found[-1][0] is not groups:
-                found.append((groups, []))
-            found[-1][1].append(bucket)
-        return found
+            found.setdefault(id(groups), (groups, []))[1].append(bucket)
+        return list(found.values())
 
     def bucket_of(self, name: str) -> BucketMemory | None:
         """None for a frozen parameter with a storage of its own."""

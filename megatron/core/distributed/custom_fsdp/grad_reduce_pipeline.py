@@ -28,12 +28,12 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, BucketMemory, trained
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.custom_fsdp.shared_sums import PartialSums, SharedSums
+from megatron.core.distributed.custom_fsdp.squared_sums import nonfinite_place
 from megatron.core.distributed.custom_fsdp.transient_memory import (
     AllocatedMemory,
     RestingGrads,
@@ -114,7 +114,7 @@ class GradReducePipeline:
         self._under_way: UnderWay[_Sums] = UnderWay()
         self._reduce = True
         self.is_stepping = False  # a step was begun and is not finished
-        self._nonfinite: list[str] = []
+        self._nonfinite: dict[str, str] = {}
 
     def begin_step(self, *, reduce_gradients: bool, keep: bool) -> None:
         """What gradients there are is overwritten. keep: gradients at rest keep their memory until `release`.
@@ -123,7 +123,7 @@ class GradReducePipeline:
             "a step begins while gradients are still being reduced: call finish() first"
         )
         self._reduce, self.is_stepping = reduce_gradients, True
-        self._nonfinite = []
+        self._nonfinite = {}
         self.fresh.update(self._of_key)
         for unit in self.units:
             self._drop(unit)
@@ -225,11 +225,12 @@ class GradReducePipeline:
         """What its gradients at rest take that have no memory from a step's beginning to the unit's first sum."""
         return self.units[unit].resting.num_bytes
 
-    def nonfinite_keys(self) -> tuple[str, ...]:
-        """Of a step begun without reduction: keys under which this rank's own gradients were not finite."""
+    def nonfinite_keys(self) -> dict[str, str]:
+        """Of a step begun without reduction: keys under which this rank's own gradients were not finite, with what a
+        report calls the place."""
         for unit in self._order:
             self._look_at(unit)
-        return tuple(dict.fromkeys(self._nonfinite))
+        return dict(self._nonfinite)
 
     # ---
 
@@ -317,8 +318,9 @@ class GradReducePipeline:
     def _look_at(self, unit: GradState) -> None:
         """Instead of a reduction."""
         for key in sorted(unit.keys - self.fresh):
-            if not bool(torch.isfinite(self._buffer.main_grad(key)).all()):  # sync: a failed step
-                self._nonfinite.append(key)
+            meta = self._buffer.param_meta[self._buffer.param_of_key(key)]
+            if (place := nonfinite_place(meta, self._buffer.main_grad(key).flatten())) is not None:
+                self._nonfinite.setdefault(key, place)
         self.fresh.update(unit.keys)
         self._drop(unit)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import elements_at_a_time
+from megatron.core.param_meta import ParamMeta, region_slices
 
 # Elements converted to fp64 at a time on CPU, into one buffer that is used again: 2 MiB, fits a core's cache. Measured
 # on 34 M fp32 elements and one thread: 16 ms; with a new buffer for each block 100 ms (its pages are faulted in each
@@ -79,3 +80,14 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """
     extremes = [extreme for tensor in tensors if tensor.numel() for extreme in torch.aminmax(tensor)]
     return torch.stack(extremes).isfinite().all() if extremes else torch.ones((), dtype=torch.bool)
+
+
+def nonfinite_place(meta: ParamMeta, part: Tensor, start: int = 0) -> str | None:
+    """What a report calls the first place in `part` that is not finite, None where all is: the parameter, of experts
+    with the expert's number in the model. part: 1-D, elements from `start` on of this rank's flattened tensor."""
+    if all_finite([part]):  # sync: a failed step
+        return None
+    for region in meta.summed_parts if meta.expert else ():
+        if not all_finite(region_slices(region, meta.local_shape, part, start, start + len(part))):
+            return f"expert {region.offset[0]} of {meta.name}"
+    return meta.name

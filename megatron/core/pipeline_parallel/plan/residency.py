@@ -15,7 +15,8 @@ from megatron.core.sharding_table import STRATEGIES, RankGroup, Sharding, ShardO
 from megatron.core.words import counted
 
 if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
-    from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, StateBytes, UnitCosts
+    from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
+    from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts
 
 POLICIES = ("memory", "backward", "step", "budget")
 

@@ -239,7 +239,8 @@ class _Rows:
     """An `Operand`: the experts' input, made again of the tokens' when it is wanted."""
 
     def __init__(self, x: Tensor | mappings.SequenceShard, tokens: Tensor) -> None:
-        self._x, self._tokens = x, tokens
+        # What waits for W keeps nothing of the graph.
+        self._x, self._tokens = x.detach() if isinstance(x, Tensor) else x, tokens
 
     def start(self) -> None:
         if not isinstance(self._x, Tensor):

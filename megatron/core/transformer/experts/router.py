@@ -57,7 +57,8 @@ class ReplicatedLinear(NamedTuple):
 
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor]:
         x, weight = kept
-        put_linear(self.route, Cast(x.flatten(0, -2), self.dtype), dy, *self[:2])
+        of_x = Cast(x.detach().flatten(0, -2), self.dtype)  # what waits for W keeps nothing of the graph
+        put_linear(self.route, of_x, dy, *self[:2])
         return (in_dtype(dy @ in_dtype(weight, self.dtype), x.dtype),)
 
 

@@ -35,7 +35,7 @@ def parts_of(
     }
     resting = {name: reductions.resting_bytes(number) for number, name in enumerate(names)}
     at_rest = {kind: model.memory_tracker.live(kind) for kind in PERSISTENT}
-    at_rest["main_grads"] = sum(resting.values()) or at_rest["main_grads"]
+    at_rest["main_grads"] = model.buffer.persistent_bytes()["main_grads"]
     reads = spec.reads_data(ps.pp_rank) and ps.device.kind == "cpu"
     own_batch = batch_bytes(config) if reads else 0
     return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit)

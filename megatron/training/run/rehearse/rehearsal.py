@@ -114,7 +114,7 @@ def rehearse(config: Config, model_provider: ModelProvider, forward_step: Forwar
         say(f"pipeline rank {one.pp_rank}: at most {size_text(one.peak.total)}, in {one.peak.operation}")
     say("\n".join(peak_lines(fullest.blame)))
     if not described:
-        say(f"not held against a plan's account: {_why_not(config, ranks[0])}")
+        say(f"not held against a plan's account: {_why_not(ranks[0])}")
     elif found:
         more = f"; {counted(len(found) - _SHOWN, 'more line')}" if len(found) > _SHOWN else ""
         say("\n".join(("ERROR: ranks held something else than was planned:", *found[:_SHOWN])) + more)
@@ -127,13 +127,10 @@ def rehearse(config: Config, model_provider: ModelProvider, forward_step: Forwar
     return int(ExitStatus.BUG) if found else 0
 
 
-def _why_not(config: Config, one: RehearsedRank) -> str:
+def _why_not(one: RehearsedRank) -> str:
     """Why no account says what ranks were to hold."""
-    if one.engine.is_described:
-        return "steps are made before they are decided on"
-    if config.world_part().experts is not None:
-        return "experts lie on ranks of their own, which accounts do not know yet"
-    return "the model is your own"
+    own = not one.engine.is_described
+    return "the model is your own" if own else "steps are made before they are decided on"
 
 
 def rehearsed(

@@ -175,7 +175,7 @@ def steps_without_reduction_tell_what_is_not_finite(ctx) -> None:
     ddp.begin_step(1)
     microbatches(ddp, ctx, 1)
     ddp.finish()
-    assert ddp.nonfinite_keys() == ()
+    assert ddp.nonfinite_keys() == {}
 
 
 def frozen_units_hold_no_more_than_the_bound(ctx) -> None:
