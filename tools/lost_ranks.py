@@ -32,7 +32,7 @@ def restart_lost_ranks(save: Path) -> None:
     def monitored(self: Any, group: Any) -> Any:
         result = monitor(self, group)
         launchers = Launchers(self._store, group.group_rank, group.group_world_size)
-        if not (result.failures or result.return_values):
+        if result.state.name == "HEALTHY":
             restarts.beat(launchers)
             return result
         statuses = [failure.exitcode for failure in result.failures.values()]

@@ -18,14 +18,14 @@ FLAGS = [
 ]
 
 
-def started(folder, *more):
+def started(folder, *more, script=FAULTY):
     """Launchers of one rank each, and the files that have what they say."""
     port, launchers, outputs = launch.free_port(), [], []
     for machine in range(2):
         outputs.append(folder / f"output{machine}")
         outputs[-1].touch()
         where = ["--nnodes", 2, "--node-rank", machine, "--master-addr", "127.0.0.1", "--master-port", port]
-        words = [*where, "--restart-lost-ranks", "--", FAULTY, *FLAGS, *more]
+        words = [*where, "--restart-lost-ranks", "--", script, *FLAGS, *more]
         launchers.append(Launched(folder, words, outputs[-1]))
     return launchers, outputs
 
@@ -65,4 +65,27 @@ def test_a_run_that_ends_for_a_reason_of_its_own_stays_away(tmp_path):
     launchers, outputs = started(tmp_path, "--inject-nan-iteration", 4, "--nan-policy", "abort")
     assert {launcher.wait() for launcher in launchers} <= {5, 6}
     assert launch.exit_record(tmp_path / "ck")["status"] == 5
+    assert not any("start again" in file.read_text() for file in outputs)
+
+
+ENDS = """
+import os, pathlib, signal, time
+tracker = pathlib.Path("ck/latest_checkpointed_iteration.txt")
+if os.environ["RANK"] == "0":
+    tracker.parent.mkdir()
+    tracker.write_text("1")
+else:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.grid
+def test_ranks_of_a_machine_that_has_done_its_part_are_not_started_again(tmp_path):
+    """Nor waited for, by the launcher of one that was killed then."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    (first, second), outputs = started(tmp_path, script=tmp_path / "ends.py")
+    assert second.wait() == 128 + signal.SIGKILL
+    os.kill(first.pid, signal.SIGKILL)  # torch's agent waits five minutes for the others at the end
+    assert first.wait() == -signal.SIGKILL
     assert not any("start again" in file.read_text() for file in outputs)

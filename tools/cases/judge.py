@@ -25,6 +25,7 @@ TIME = "iteration-time"
 _NOT_JUDGED = re.compile(r"-time$|^(planned|measured)-|^(throughput|tokens-per-second|world-size)$| time$")
 _OF_FLAGS = re.compile(r"^(estimated-bubble|persistent-bytes|learning-rate|batch-size)$")
 _RATIO, _ZEROS, _LOSS, _FLAGS = 0.05, 0.2, 0.05, 1e-6
+_ROUNDED = 1e-12  # of a bubble that is none
 _MOST_FORGIVEN = 50
 
 
@@ -92,7 +93,7 @@ def _near(name: str, expected: Mapping[int, float], found: Mapping[int, float]) 
     share = _FLAGS if of_flags else _ZEROS if kind == "num-zeros" else _LOSS
 
     def near(value: float) -> float:
-        few = 4 * math.sqrt(abs(value)) + 4 if kind == "num-zeros" else 0.0
+        few = 4 * math.sqrt(abs(value)) + 4 if kind == "num-zeros" else _ROUNDED if of_flags else 0.0
         return max(share * abs(value), few)
 
     forgiven = 0 if of_flags else min(_MOST_FORGIVEN, max(1, len(expected) // 100))

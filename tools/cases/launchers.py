@@ -45,10 +45,14 @@ def launch(name: str, job: Launch, environ: Mapping[str, str]) -> tuple[int, str
 
 def _ended(words: Sequence[str], env: Mapping[str, str], folder: Path) -> tuple[int, str]:
     """Its status and output. What interrupts this process stops it, and its job, too."""
-    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(words, cwd=folder, env=env, start_new_session=True, **streams) as process:
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    if JOB_NAME in words:  # its output is the script
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(
+        words, cwd=folder, env=env, text=True, start_new_session=True, **streams
+    ) as process:
         try:
-            output = process.communicate()[0]
+            output = "".join(filter(None, process.communicate()))
             return process.returncode, output
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)

@@ -252,7 +252,7 @@ def test_a_run_that_fails_under_slurm_shows_what_its_job_has_said(case, tmp_path
     """And not the end of the script that was submitted."""
     programs, text = (
         tmp_path / "programs",
-        "#!/bin/sh\ncat > /dev/null\necho out of memory > zero-7.log\nexit 5\n",
+        "#!/bin/sh\ncat > /dev/null\necho out of memory > zero-7.log\necho no >&2\nexit 5\n",
     )
     programs.mkdir()
     (programs / "sbatch").write_text(text)
@@ -262,7 +262,7 @@ def test_a_run_that_fails_under_slurm_shows_what_its_job_has_said(case, tmp_path
     assert functional_tests.main(["record", str(case), "--dirty", "--launcher", "slurm"]) == 1
     said = capsys.readouterr().err
     assert "run 1 has ended with status 5" in said
-    assert said.rstrip().endswith("out of memory")
+    assert said.rstrip().endswith("status 5:\nno\nout of memory")
 
 
 def test_every_case_here_says_what_it_is_and_has_golden_values():

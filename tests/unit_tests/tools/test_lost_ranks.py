@@ -43,7 +43,7 @@ def agreed(folder, *statuses, late_s=0.0, store=None, attempt=0, each=None, beat
 
 def test_lost_ranks_start_again_on_all_machines(tmp_path, capfd):
     assert agreed(tmp_path, [KILLED], [PEER_LOST, PEER_LOST], late_s=0.2) == [True, True]
-    assert capfd.readouterr().err.count("iteration 5 is saved: all of them start again\n") == 2
+    assert capfd.readouterr().err.count("iteration 5 is saved: all of them start again") == 2
 
 
 @pytest.mark.parametrize(
