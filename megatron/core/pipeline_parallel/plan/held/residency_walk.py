@@ -258,9 +258,7 @@ class RowWalk:
                 wrong = "is gathered already"
             elif not its.weight_bytes:
                 wrong = "has no weights to gather"
-            elif its.slot is not None and any(
-                self.units.units[one].slot == its.slot for one in self._readable
-            ):
+            elif its.slot is not None and its.slot in (self.units.units[one].slot for one in self._readable):
                 wrong = f"is gathered into slot {its.slot}, which another unit still uses"
             self.num_gathers += 1
             self._readable.add(unit)
