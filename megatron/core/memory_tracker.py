@@ -15,6 +15,7 @@ from megatron.core.words import counted
 
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
 TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
+GRADIENTS = ("grads", "extra")  # whole ones, and accumulators of further uses
 PLANNED = ("gathered", "grads", "extra")  # of these, that which a plan's operations take and give back
 
 
@@ -27,6 +28,7 @@ class MemoryTracker:
         self._peaks: Counter[str] = Counter()
         self.transient_bytes = self.peak_transient_bytes = 0
         self._fullest, self._planned_bytes, self._most_planned = Counter[str](), 0, 0
+        self.most_gradients = 0  # of GRADIENTS together, at once
         self.overflows = 0  # acquisitions of the double buffer that took memory beside its slots, as planned
 
     def hold(self, category: str, unit: str, num_bytes: int) -> None:
@@ -34,6 +36,8 @@ class MemoryTracker:
         self._live[category, unit] += num_bytes
         self._by_category[category] += num_bytes
         self._peaks[category] = max(self._peaks[category], self._by_category[category])
+        if category in GRADIENTS:
+            self.most_gradients = max(self.most_gradients, sum(map(self.live, GRADIENTS)))
         if category in TRANSIENT:
             self.transient_bytes += num_bytes
             self.peak_transient_bytes = max(self.peak_transient_bytes, self.transient_bytes)
@@ -91,6 +95,7 @@ class MemoryTracker:
     def reset_peaks(self) -> None:
         """Peaks count from now on."""
         self._peaks = Counter(self._by_category)
+        self.most_gradients = sum(map(self.live, GRADIENTS))
         self.peak_transient_bytes = self.transient_bytes
 
     def lines(self) -> list[str]:

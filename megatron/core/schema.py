@@ -178,6 +178,7 @@ _BY_TYPE: dict[Any, Check] = {
     float: number(),
     bool: boolean,
     str: text(),
+    int | None: or_null(integer()),
     float | None: or_null(number()),
 }
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megatron.core.models.gpt.unit_order import layer_name
 
 COMPUTATIONS = ("F", "B", "W", "BW")
+EXCHANGE = "ep_etp"  # the ranks that tokens are sent to
 OUTSIDE = "outside"  # in place of a path, of what a stage is handed
 
 
@@ -133,6 +134,15 @@ class ModelPiece:
     def work(self, computation: str) -> ComputationFigures:
         none = ComputationFigures()
         return sum((one.work.get(computation, none) for one in self.modules.values()), none)
+
+    def exchanged_bytes(self, *, splits: bool) -> int:
+        """What a microbatch moves to the ranks that have its experts, and back. splits: backwards are B and W."""
+        computations = COMPUTATIONS[:3] if splits else ("F", "BW")
+        return sum(
+            size
+            for (one, group, _), size in self.collectives.items()
+            if group == EXCHANGE and one in computations
+        )
 
     def left_bytes(self, computation: str) -> int:
         """What there is more (less, where negative) after a computation than before it, between other pieces."""

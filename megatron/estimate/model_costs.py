@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.core.models.gpt.stage_layers import StageSpec
-from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
+from megatron.core.models.gpt.unit_order import EXPERTS, ONE_MATRIX, accesses_of_stage, layer_units
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
@@ -24,6 +24,7 @@ from megatron.core.transformer.layer_table import LayerKind, layer_table
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.unit_accesses import Accesses, merged_groups, merged_name
 from megatron.estimate.description import (
+    EXCHANGE,
     OUTSIDE,
     ComputationFigures,
     ModelDescription,
@@ -202,6 +203,16 @@ class ModelCosts:
             units["embedding"] = first
         return units
 
+    def exchanged_bytes(self, stages: Iterable[StageSpec], *, splits: bool) -> int:
+        """What a rank moves to those that have its tokens' experts, and back, in a microbatch through these stages,
+        where every expert gets as many. splits: backwards are B and W."""
+        moved = 0
+        for one in stages:
+            chunks = self.config.recompute_chunks(len(one.layers))
+            piece = self.description.stage(one.layers, chunks, embeds=one.embedding, ends=one.loss)
+            moved += piece.exchanged_bytes(splits=splits)
+        return moved
+
     def count(self, stages: Sequence[StageSpec], placement: Placement) -> ParameterCount:
         """Of the model, and of what ranks hold. What tensor ranks hold several times is in the total once."""
         described = self.description
@@ -316,13 +327,16 @@ def _joined(units: Sequence[_Bare]) -> _Bare:
 
 def work_by_unit(piece: ModelPiece, names: Sequence[str], rates: DeviceRates) -> dict[str, UnitWork]:
     """What its modules take, by unit, the first with those that are in none, and with what is waited for."""
-    waited = [
-        rates.gathered
-        * sum(size for key, size in piece.collectives.items() if key[:2] == (computation, "tp"))
-        for computation in _SPLIT
-    ]
     found = {name: UnitWork() for name in names}
-    found[names[0]] = UnitWork(*waited)
+    experts = [name for name in names if name.endswith(EXPERTS)] or names[:1]
+    for group, units in (("tp", names[:1]), (EXCHANGE, experts)):
+        waited = [
+            rates.gathered
+            * sum(size for key, size in piece.collectives.items() if key[:2] == (computation, group))
+            for computation in _SPLIT
+        ]
+        for name in units:
+            found[name] = found[name].plus(UnitWork(*(time / len(units) for time in waited)))
     for path, figures in piece.modules.items():
         done = [figures.work.get(computation, ComputationFigures()) for computation in _SPLIT]
         f, b, w = (one.products + one.attention + rates.moved * one.moved_bytes for one in done)

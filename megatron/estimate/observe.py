@@ -20,7 +20,7 @@ from megatron.estimate.description import ComputationFigures, Ends, ModelPiece, 
 from megatron.estimate.watch import Handed, Watch, place_of
 
 _Computation = Callable[[int, Tensor | None], Tensor | None]
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 @dataclasses.dataclass(frozen=True)

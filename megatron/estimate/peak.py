@@ -34,11 +34,16 @@ class Peak(NamedTuple):
         return sum(self.held.values())
 
 
+def kinds_text(held: Mapping[str, int]) -> str:
+    """Bytes by kind, the largest first."""
+    return ", ".join(
+        f"{kind} {size_text(size)}" for kind, size in sorted(held.items(), key=lambda one: -one[1])
+    )
+
+
 def peak_lines(peak: Peak) -> list[str]:
     """What page, log and errors say of a peak."""
-    kinds = ", ".join(
-        f"{kind} {size_text(size)}" for kind, size in sorted(peak.held.items(), key=lambda one: -one[1])
-    )
+    kinds = kinds_text(peak.held)
     where = f"{peak.operation}, {peak.unit}" if peak.unit else peak.operation
     lines = [f"pipeline rank {peak.rank} holds the most in {where}: {size_text(peak.total)} ({kinds})"]
     for kind, what, num_bytes in peak.holders:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron.core.memory_tracker import PERSISTENT, MemoryTracker
+from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, MemoryTracker
 from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder
 from megatron.estimate.watch import StorageWatch, place_of, tensors_in
 
@@ -28,7 +28,6 @@ _TRACKED = (
     "casts",
     "snapshot",
 )  # of what operations make, that which the tracker counts too
-_OF_GRADS = ("grads", "extra")
 
 
 class Seen(NamedTuple):
@@ -110,7 +109,7 @@ class StepWatch(StorageWatch):
         """What there is now."""
         live, made = self._tracker.live, self._by_kind
         held = {kind: live(kind) for kind in (*PERSISTENT, "gathered", *_TRACKED)}
-        held["grads"] = sum(live(kind) for kind in _OF_GRADS)
+        held["grads"] = sum(live(kind) for kind in GRADIENTS)
         held["activations"], held["messages"], held["batches"] = (
             made[kind] for kind in ("", MESSAGES, BATCHES)
         )

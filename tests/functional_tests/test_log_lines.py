@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -31,7 +33,8 @@ def two_ranks(tmp_path_factory):
         "--train-iters 10 --log-interval 5 --save ck --save-interval 5 --eval-interval 5 --eval-iters 2 "
         "--timing-log-level 2 --log-throughput --log-params-norm --log-num-zeros-in-grad --log-progress "
         "--tensorboard-dir tb --log-timers-to-tensorboard --log-memory-to-tensorboard "
-        "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 4"
+        "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 4 "
+        "--report-theoretical-memory"
     ).split()
     return folder, launch.ok(launch.run_forked([*launch.TINY, *flags], ranks=2, cwd=folder)).output
 
@@ -79,6 +82,7 @@ def test_plan_line(two_ranks):
     assert plan["persistent_bytes_per_rank"][0] >= 30592 * 16  # weights, gradients, two moments in fp32
     assert set(plan) == {
         "schedule", "hash", "ops_per_rank", "sharding", "persistent_bytes_per_rank", "post_validation",
+        "expert_parallel", "context_parallel",
     }  # fmt: skip
 
 
@@ -134,7 +138,7 @@ def test_records(two_ranks):
     }  # fmt: skip
     lines = launch.metrics_lines(folder / "ck")
     assert [(line["event"], line["iteration"]) for line in lines if "event" in line] == [
-        ("start", 0), ("checkpoint", 5), ("checkpoint", 10), ("exit", 10),
+        ("start", 0), ("memory", 2), ("checkpoint", 5), ("checkpoint", 10), ("exit", 10),
     ]  # fmt: skip
     assert (folder / "ck" / "latest_checkpointed_iteration.txt").read_text() == "10"
     progress = [line.split("\t") for line in (folder / "ck" / "progress.txt").read_text().splitlines()]
@@ -159,3 +163,44 @@ def test_timers_of_level_1(tmp_path):
     assert "forward-backward" in output
     assert "max time across ranks (ms):" in output
     assert "forward-compute" not in output
+
+
+def test_what_was_planned_to_be_held_stands_beside_what_is(two_ranks):
+    folder, output = two_ranks
+    line = (
+        r"^Theoretical memory footprints of pipeline rank 0: weight and optimizer=(\S+) MB, activation=(\S+) MB, "
+        r"total=(\S+) MB$"
+    )
+    rest, more, total = map(float, re.search(line, output, re.MULTILINE).groups())
+    assert rest + more == pytest.approx(total, abs=0.02)
+    lines = [json.loads(one) for one in (folder / "ck" / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [one for one in lines if one.get("event") == "memory"]
+    both = event["planned"].keys() & event["measured"].keys()
+    assert both == {"weights", "moments", "main_grads", "extra_grads"}
+    assert {kind: event["planned"][kind] for kind in both} == {kind: event["measured"][kind] for kind in both}
+    assert event["iteration"] == 2
+    assert " memory of pipeline rank 0 by iteration 2, planned / measured: " in output
+
+
+@pytest.mark.grid
+def test_who_runs_out_of_memory_says_what_was_held_where(tmp_path):
+    """Half a GiB of data: activations of a long sequence do not fit."""
+    words = [
+        launch.ROOT / launch.GPT,
+        *launch.TINY,
+        "--seq-length",
+        "2048",
+        "--max-position-embeddings",
+        "2048",
+    ]
+    limited = 'ulimit -d 700000; exec "$0" "$@"'
+    flags = ("--train-iters", "2", "--report-theoretical-memory", "--threads-per-rank", "1")
+    command = ["bash", "-c", limited, sys.executable, *map(str, words), *flags]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 2, run.stderr
+    assert re.search(r"out of memory .*\npipeline rank 0, stage 0, iteration 1, 0(F|BW)\d", run.stderr)
+    assert re.search(r"\nit holds [\d.]+ MiB, of which the engine moments ", run.stderr)
+    assert re.search(
+        r"\nplanned: pipeline rank 0 holds the most in 0BW\d: .*\n  [\d.]+ \S+ activations of decoder",
+        run.stderr,
+    )

@@ -37,6 +37,16 @@ def computed(experts, x, dy, flags, dtype, *, undecided=False):
     return y.detach(), x.grad, grads, of_router
 
 
+def tokens_by_expert(x, flags, undecided):
+    """Of one process."""
+    model = tiny_stage(tiny_config(**{**EXPERTS, **flags}), params_dtype=torch.float64)
+    router = model.decoder.layers["0"].mlp.router
+    if undecided:
+        router.weight.data.zero_()
+    model.context.begin_microbatch(0, 0, 0)
+    return router(x.double()).of_experts.tolist()
+
+
 def inputs(rank, tokens=TOKENS):
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(tokens, 1, 32, generator=generator) for _ in range(2)]
@@ -61,25 +71,39 @@ def edges(ctx, by, parts):
     """parts: each expert is cut over so many ranks."""
     torch.set_num_threads(1)
     ps = ctx.make_ps(dp=2 * parts, experts=expert_grid(2 * parts, ep=2, etp=parts))
-    return {
-        name: computed(
-            ExpertRanks.of(ps, by), *inputs(ctx.rank, tokens), flags, torch.float64, undecided=undecided
-        )
-        for name, (tokens, flags, undecided) in EDGES.items()
-    }
+    found, moved, traffic = {}, {}, ps.ep_etp_group.traffic
+    for name, (tokens, flags, undecided) in EDGES.items():
+        before, ranks = traffic.moved("all_to_all"), ExpertRanks.of(ps, by)
+        found[name] = computed(ranks, *inputs(ctx.rank, tokens), flags, torch.float64, undecided=undecided)
+        moved[name] = (traffic.moved("all_to_all") - before).payload_bytes
+    return found, moved
+
+
+def leaving(counts, rank, parts):
+    """Bytes that leave a rank in F and B: of each row hidden numbers and a weight, out and back. counts: by rank."""
+    peers, own = len(counts), len(counts[0]) * parts // len(counts)
+
+    def rows(source, target):
+        first = target // parts * own
+        return sum(counts[source][first : first + own])
+
+    others = [other for other in range(peers) if other != rank]
+    return 8 * (2 * 32 + 1) * sum(rows(rank, other) + rows(other, rank) for other in others)
 
 
 @pytest.mark.parametrize(
     ("by", "parts"), [("alltoall", 1), ("allgather", 1), ("alltoall", 2), ("allgather", 2)]
 )
 def test_edges_of_what_ranks_may_be_sent(by, parts):
-    ranks = run_ranks(edges, 2 * parts, by, parts)
+    ranks, moved = zip(*run_ranks(edges, 2 * parts, by, parts), strict=True)
     for name, (tokens, flags, undecided) in EDGES.items():
         each = [
             computed(None, *inputs(rank, tokens), flags, torch.float64, undecided=undecided)
             for rank in range(2 * parts)
         ]
+        counts = [tokens_by_expert(inputs(rank, tokens)[0], flags, undecided) for rank in range(2 * parts)]
         for rank, (y, dx, _, _) in enumerate(each):
+            assert moved[rank][name] == (leaving(counts, rank, parts) if by == "alltoall" else 0)
             torch.testing.assert_close(ranks[rank][name][0], y, rtol=0, atol=1e-12)
             torch.testing.assert_close(ranks[rank][name][1], dx, rtol=0, atol=1e-12)
         if parts == 1:

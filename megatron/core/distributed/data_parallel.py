@@ -148,7 +148,10 @@ class DistributedDataParallel(GradSync):
 
     def stage_units(self) -> tuple[StageUnits, ...]:
         """By chunk, what a plan has to know; times and activations are 0. Units with one name are one unit."""
-        return self._found.stages([unit_costs(unit, self.buffer) for unit in self.units])
+        slots = self.slot_of_unit
+        return self._found.stages(
+            [unit_costs(unit, self.buffer, slots.get(unit.name)) for unit in self.units]
+        )
 
     def unit_number(self, chunk: int, unit: int) -> int:
         """In `units`, of a chunk's unit."""

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
-from megatron.core.words import NOT_KNOWN, counted
+from megatron.core.words import NOT_KNOWN, counted, size_text
 from megatron.estimate.model_costs import ParameterCount, UnitWeights
 from megatron.estimate.run_estimate import RunEstimate, estimate_json, table_lines
 from megatron.training.config.config import Config
@@ -93,6 +93,7 @@ def build_report(config: Config, problems: Sequence[Problem], undescribed: str =
             grid, _count(config, spec), unknown or _undescribed(config, problems, undescribed)
         ),
         "estimate": (None, []) if estimate is None else (estimate_json(estimate), table_lines(estimate)),
+        "exchanges": _exchanges(config, spec),
         "problems": ([{name: getattr(problem, name) for name in kept} for problem in problems], []),
         "warnings": (warnings, [f"warning: {warning}" for warning in warnings]),
         "notes": (config.notes, [f"note: {note}" for note in config.notes]),
@@ -109,7 +110,7 @@ def render_json(report: Report) -> str:
 
 def render_text(report: Report) -> str:
     """The configuration as YAML, then grid, parameters, files and warnings as YAML comments: one file to keep."""
-    order = "grid sharding pipeline parameters estimate not_found warnings notes".split()
+    order = "grid sharding pipeline parameters exchanges estimate not_found warnings notes".split()
     lines = [f"# {line}" for name in order for line in report.sections[name][1]]
     return report.config.to_yaml() + "\n".join(lines) + "\n"
 
@@ -279,6 +280,22 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str) -
             experts = f", {held.experts:,} of them in experts" if held.experts else ""
             lines.append(f"  pipeline rank {at} ({which}): {sum(held):,}{experts}")
     return facts, lines + ([f"parameters {NOT_KNOWN}: {why}"] if count is None else [])
+
+
+def _exchanges(config: Config, spec: ScheduleSpec | None) -> _Section:
+    """Of a rank of each pipeline rank with those that have its tokens' experts, by step; None where there are none."""
+    part, costs = _or_none(config.world_part), config.model_costs
+    if part is None or part.experts is None or costs is None or spec is None:
+        return None, []
+    splits, count = spec.splits_backward, config.last_num_microbatches
+    moved = [
+        count * costs.exchanged_bytes(spec.held_by(rank), splits=splits)
+        for rank in range(spec.placement.num_ranks)
+    ]
+    told = "exchanges with experts on other ranks, at even load"
+    return {"bytes_per_step": moved}, [
+        f"{told}: {size_text(max(moved))} a step on the pipeline rank with the most"
+    ]
 
 
 def _count(config: Config, spec: ScheduleSpec | None) -> ParameterCount | None:

@@ -26,6 +26,10 @@ THREADS_OF_PROCESS, THREADS_OF_COMMUNICATOR = 8, 3
 class SystemLimitError(ValueError):
     """The system gives this process less than the run needs (exit status 2)."""
 
+    @property
+    def of_memory(self) -> bool:
+        return str(self).startswith("out of memory")
+
 
 def _communicators(config: Config, env: LaunchEnv) -> list[int]:
     """The sizes of those that this rank takes part in, torch's default one included."""
@@ -145,7 +149,8 @@ def _limit_message(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or number == errno.ENOMEM or _MEMORY.search(lower):
         told = f" ({text.splitlines()[0]})" if text else ""
         return (
-            f"out of memory{told}: address space is limited to {_shown(resource.RLIMIT_AS)} bytes (ulimit -v); use "
+            f"out of memory{told}: address space is limited to {_shown(resource.RLIMIT_AS)} bytes (ulimit -v), "
+            f"data to {_shown(resource.RLIMIT_DATA)} (ulimit -d); use "
             "more memory, a smaller --micro-batch-size, --recompute-granularity, or cut the model over more ranks"
         )
     return None

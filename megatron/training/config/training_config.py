@@ -160,6 +160,9 @@ class LoggingConfig:
     logging_level: Annotated[int, Bounds(0, 1000)] | None = arg(
         None, "level of Python's logging, as a number"
     )
+    report_theoretical_memory: bool = arg(
+        False, "print what each pipeline rank is planned to hold, before the first step"
+    )
     tensorboard_dir: str | None = arg(None, "folder of TensorBoard files")
     tensorboard_log_interval: int = arg(1, "iterations between records", unit="iterations")
     tensorboard_queue_size: Size = arg(1000, "records held before a write")

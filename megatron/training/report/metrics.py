@@ -237,6 +237,28 @@ def parameters_in_words(total: int, by_rank: Sequence[int]) -> str:
     return f" > model: {counted(total, 'parameter')}{parts if len(by_rank) > 1 else ''}"
 
 
+def theoretical_memory_line(rank: int, at_rest: int, most: int) -> str:
+    """--report-theoretical-memory, as Megatron writes it, of each pipeline rank."""
+    sizes = {"weight and optimizer": at_rest, "activation": most - at_rest, "total": most}
+    told = ", ".join(f"{name}={size / 2**20:.2f} MB" for name, size in sizes.items())
+    return f"Theoretical memory footprints of pipeline rank {rank}: {told}"
+
+
+def memory_by_kind_line(
+    iteration: int, rank: int, planned: Mapping[str, int], measured: Mapping[str, int]
+) -> str:
+    """The most of each kind of bytes, whenever, planned and measured."""
+    both = [kind for kind in planned if kind in measured]
+    told = [f"{kind} {size_text(planned[kind])} / {size_text(measured[kind])}" for kind in both]
+    lines = [
+        f"memory of pipeline rank {rank} by iteration {iteration}, planned / measured: {', '.join(told)}"
+    ]
+    for what, sizes in (("not measured", planned), ("in no plan", measured)):
+        rest = [f"{kind} {size_text(size)}" for kind, size in sizes.items() if kind not in both]
+        lines += [f"{what}: {', '.join(rest)}"] * bool(rest)
+    return f" {'; '.join(lines)}"
+
+
 def memory_lines(when: str, table: Sequence[str]) -> list[str]:
     """--log-fsdp-ledger: the engine's table of what it holds, indented under a heading."""
     return [f" > bytes of the sharding engine on rank 0, {when}:", *(f"   {row}" for row in table)]

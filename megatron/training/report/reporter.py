@@ -6,32 +6,27 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.models.gpt.stage_layers import layer_map_lines
-from megatron.core.parallelism_config import describe_schedule
-from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.facts import bubble_rate
-from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.config.config import train_step_flops
-from megatron.training.config.problems import ConfigurationError, Problem
 from megatron.training.engine import Engine
 from megatron.training.guard.console import lost_output, on_terminal, say, show_bar, terminal_width
-from megatron.training.guard.exit_status import ExitStatus, TrainingExit
+from megatron.training.guard.exit_status import ExitStatus
 from megatron.training.report import metrics, screen
+from megatron.training.report.exchanges import Exchanges
 from megatron.training.report.experts import ExpertTotals, balancing_means
+from megatron.training.report.plan_facts import plan_facts
 from megatron.training.report.progress import ProgressLine, append_progress
 from megatron.training.report.session import Session
 from megatron.training.report.timers import RunClock, format_block, time_scalars
 from megatron.training.report.writers import open_writers
 from megatron.training.state import StepResult, TrainState
 
-COUNTED = (Kind.F, Kind.B, Kind.W, Kind.BW)  # what the line of the plan counts
 _OF_THE_STEP = ("learning_rate", "decoupled_learning_rate", "loss_scale", "grad_norm", "num_zeros")
 
 
@@ -39,7 +34,7 @@ def report_model(session: Session, engine: Engine, num_microbatches: int) -> dic
     """What the run's record says of it: parameters, plan, image. num_microbatches: of the first step. Communicates over
     the world. Raises TrainingExit where ranks have come to different plans, ConfigurationError where there is none for
     these units."""
-    metas, facts = engine.param_meta.values(), _plan_facts(session, engine, num_microbatches)
+    metas, facts = engine.param_meta.values(), plan_facts(session, engine, num_microbatches)
     spec = session.planner.spec
     session.open_log()
     total = _report_parameters(session, engine)
@@ -79,47 +74,6 @@ def log_memory(session: Session, engine: Engine, when: str) -> None:
         session.print_rank_0(*metrics.memory_lines(when, engine.memory_tracker.lines()))
 
 
-def _plan_facts(session: Session, engine: Engine, num_microbatches: int) -> dict[str, Any]:
-    """Of the plan, and of what each rank of the world holds; docs/logging.md has the keys."""
-    parallel, spec = session.config.parallel, session.planner.spec
-    validated = parallel.enable_optimizer_post_validation
-    purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
-    try:
-        lowered = plan_for(spec, num_microbatches, purpose)
-    except PlanError as error:  # of a file that was made for other units
-        what = f"{describe_schedule(parallel, spec.schedule)}: {error}"
-        fix = "run it with the model, the ranks and the sharding that it was saved for, or leave the file out"
-        flags = ("--pipeline-schedule-file", "--pipeline-schedule")
-        raise ConfigurationError([Problem("pipeline-plan", flags, what, fix)]) from None
-    check_same_plan(session.gather(plan_hash(lowered)))
-    plan = plan_for(spec.bare, num_microbatches, purpose)
-    held = engine.persistent_bytes(), len(engine.model.units), engine.optimizer.snapshot_bytes()
-    pp_ranks, persistent, units, snapshots = zip(*session.gather([session.ps.pp_rank, *held]), strict=True)
-    counts = [Counter(op[0] for op in row) for row in plan.rows]
-    return {
-        "schedule": plan.schedule,
-        "hash": plan_hash(plan),
-        "ops_per_rank": [{kind.name: counts[pp_rank][kind] for kind in COUNTED} for pp_rank in pp_ranks],
-        "sharding": engine.model.config.data_parallel_sharding_strategy,
-        "persistent_bytes_per_rank": persistent,
-        "post_validation": parallel.post_validation_rollback if validated else "off",
-        "units_per_rank": units if engine.model.waits_for_units else (),
-        "snapshot_bytes_per_rank": snapshots if validated else (),
-    }
-
-
-def check_same_plan(hashes: Sequence[str]) -> None:
-    """hashes: of the plan of every rank. Raises TrainingExit where they differ, which would be noticed by a hang."""
-    different = sorted({hashes.index(one) for one in hashes})
-    if len(different) > 1:
-        told = ", ".join(f"rank {rank} has {hashes[rank][:12]}" for rank in different[:4])
-        raise TrainingExit(
-            ExitStatus.CONFIGURATION,
-            f"ranks would run different pipeline plans ({told}): give --pipeline-schedule-file the same file, and all "
-            "hosts the same version of this package",
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
     """Losses on held-out data. split: "validation", "test". set_name: "" where there is one set. samples: which of it,
@@ -146,6 +100,7 @@ class Reporter:
         self._experts, self._unrecorded_experts = (  # since the last line, the last record
             ExpertTotals(session.config.model, by_layer=by_layer) for _ in range(2)
         )
+        self._exchanges = Exchanges.of(session)
         self._first_iteration = state.iteration + 1
         self._memory_every = session.config.profiling.log_memory_interval
         self._memory_said = self._memory_every is not None
@@ -167,6 +122,7 @@ class Reporter:
         """An interval begins, now or then by the run's clock."""
         self._totals.reset()
         self._experts.reset()
+        self._exchanges.reset()
         self._flops = 0.0
         self._interval_started = self._clock.now() if now is None else now
 
@@ -193,6 +149,7 @@ class Reporter:
         for experts in (self._experts, self._unrecorded_experts):
             experts.add_iteration(result.layers, num_microbatches, skipped=result.skipped)
         self._flops += train_step_flops(session.config, batch_size)
+        self._exchanges.add_iteration(num_microbatches // session.ps.dp_size)
         if result.note:
             session.print_rank_last(f" iteration {iteration}: {result.note}")
         if (every := self._memory_every) is not None and iteration % every == 0:
@@ -205,7 +162,9 @@ class Reporter:
             self._report(result, batch_size, bubbles)
         session.print_rank_last(*(line for one in measured for line in one.lines()), brief="")
         if self._ends_interval(iteration):
-            if tokens_by_layer := self._experts.tokens():
+            tokens_by_layer = self._experts.tokens()
+            session.print_rank_last(*self._exchanges.lines(tokens_by_layer), brief="")
+            if tokens_by_layer:
                 self.writers.event("experts", iteration, tokens=tokens_by_layer)
             self._report_timers()
             if not self._memory_said and iteration > self._first_iteration:  # when all of it is in use

@@ -28,6 +28,7 @@ from megatron.training.run.evaluate import Evaluator, first_validation_sample
 from megatron.training.run.measuring import Measuring
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
+from megatron.training.run.planned_memory import PlannedMemory
 from megatron.training.run.profiling import RunProfiler
 from megatron.training.run.run_checkpoints import RunCheckpoints
 from megatron.training.run.step import StepRunner
@@ -59,6 +60,7 @@ class TrainingLoop:
         validated = config.parallel.enable_optimizer_post_validation
         self._steps = ValidatedStepRunner(parts, self._begins) if validated else StepRunner(parts)
         self._memory_logged = False
+        self.memory: PlannedMemory | None = None  # once it is known what runs
         self._begun_at = 0  # samples consumed before the newest step
         global_vars.provide(
             batch_schedule=self._batch,
@@ -108,6 +110,8 @@ class TrainingLoop:
         about = report_model(session, parts.engine, num_microbatches)
         self._measuring = Measuring(parts)
         self._measuring.report_residency(num_microbatches)
+        self.memory = PlannedMemory(parts, num_microbatches)
+        self.memory.report()
         self.checkpoints.load()
         self._begun_at = state.consumed_train_samples
         state.consumed_valid_samples = first_validation_sample(state, config)
@@ -211,6 +215,8 @@ class TrainingLoop:
         state.num_floating_point_operations_so_far += train_step_flops(self._config, batch_size)
         bubbles, residency = self._measuring.after_step(result.task)
         self._parts.reporter.step_done(result, batch_size=batch_size, bubbles=bubbles, residency=residency)
+        if self.memory is not None:
+            self.memory.after_step(result.task)
         self._measuring.between_steps(result.task)
         return result.flags
 

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.core.words import size_text
-from megatron.training.report.reporter import check_same_plan
+from megatron.training.report.plan_facts import check_same_plan
 from megatron.training.run.build import unsplittable
 from megatron.training.run.parts import RunParts
 from megatron.training.state import StepTask

@@ -141,7 +141,8 @@ def _planned(config: Config, env: LaunchEnv, ps: ParallelState) -> tuple[Config,
         share = int(_OF_DEVICE * (ps.device.total_bytes() or 0)) if limit == "auto" else limit
         config = config.replace(rank_memory_limit=min(host_data.all_gather_json(share, ps.control_group)))
     validates = config.parallel.enable_optimizer_post_validation
-    if config.staged_model.reads_costs or validates or config.data_parallel_size > 1:
+    reports = config.logging.report_theoretical_memory
+    if config.staged_model.reads_costs or validates or reports or config.data_parallel_size > 1:
         # One rank looks: all see the same, and ranks of a machine share its cores.
         mine = as_json(described(config).description) if ps.is_first_rank else None
         told = host_data.all_gather_json(mine, ps.control_group)[0]

@@ -166,14 +166,17 @@ class _Run:
         """Say why, leave exit.json, and end without waiting for anybody."""
         self.guard.close()
         watchdog = None if self.session is None else self.session.watchdog
-        if status_of(error, STATUS_TABLE) is ExitStatus.BUG:
-            error = limit_behind(error) or error
+        memory = None if self.loop is None else self.loop.memory
+        if status_of(error, STATUS_TABLE) is ExitStatus.BUG and (limit := limit_behind(error)) is not None:
+            more = [] if memory is None or not limit.of_memory else memory.when_full()
+            error = SystemLimitError("\n".join([str(limit), *getattr(error, "__notes__", ()), *more]))
         is_stopped = isinstance(error, StopRequested)
         if is_stopped:
             error = TrainingExit(stopped_status(self.config.checkpoint.save), str(error))
         status = status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
-            self._report(error, None if watchdog is None else watchdog.diagnose)
+            lost = [] if memory is None else memory.when_lost(getattr(error, "peer", None))
+            self._report(error, None if watchdog is None else lambda: "\n".join([watchdog.diagnose(), *lost]))
         elif is_stopped:  # perhaps no other rank was
             leave_exit_json(status, str(error), **self._record_of(status))
         if watchdog is not None and status is not ExitStatus.PEER_LOST:

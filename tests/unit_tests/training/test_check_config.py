@@ -298,3 +298,21 @@ def test_the_sharding_is_told_by_what_a_rank_holds(capsys):
     assert told in printed.out.splitlines()
     _, report = check_json(capsys, *SMALL, "--world-size", "8", "--tensor-model-parallel-size", "3")
     assert report["sharding"] is None  # the ranks do not divide
+
+
+def test_exchanges_of_a_step_are_counted_at_even_load(capsys):
+    """Of 64 tokens with 2 experts each, half of the rows leave a rank and come back, twice: 64 hidden numbers each, and
+    once a weight or its gradient."""
+    words = (
+        "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall --padded-vocab-size 386"
+    )
+    line = [*SMALL, *words.split(), "--world-size", "2", "--global-batch-size", "12"]
+    status, report = check_json(capsys, *line, "--expert-model-parallel-size", "2")
+    assert status == 0
+    assert report["exchanges"] == {"bytes_per_step": [3 * 2 * 64 * 4 * (4 * 64 + 2)]}
+    assert report["parameters"]["experts_per_rank"] == [report["parameters"]["experts"] // 2] * 2
+    assert report["sharding"]["expert_ways"] == dict.fromkeys(
+        ("weights", "gradients", "the optimizer's state"), 1
+    )
+    _, report = check_json(capsys, *line)
+    assert report["exchanges"] is None

@@ -1,6 +1,7 @@
 """What a plan is made from, by flags, is what the engine has built; what flags do not describe is planned as built."""
 
 import dataclasses
+import math
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.core.module import ModelError
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
-from megatron.training.run.build import build_engine, build_gpt_model
+from megatron.training.run.build import build_engine, build_gpt_model, imagined_engines
 from megatron.training.run.describe import described
 from tests.harness.launch_lines import SMALL
 from tests.harness.ranks import run_ranks
@@ -131,3 +132,28 @@ def test_what_flags_do_not_describe_is_planned_as_built_and_not_under_a_limit(pr
         assert message.startswith("--rank-memory-limit plans by what the flags say of a GPT")
         assert "leave it out" in message
         assert (dict(units)["decoder.layers.0"] > 0) == (provider is own)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("strategy", "cut"),
+    [
+        ("no_shard", ()),
+        ("optim", ("main_weights",)),
+        ("optim_grads", ("main_weights", "main_grads")),
+        ("optim_grads_params", ("main_weights", "main_grads", "weights")),
+    ],
+)
+def test_states_of_experts_are_cut_over_the_ranks_that_hold_the_same_ones(strategy, cut):
+    """16 ranks: a stage's experts over EP 2 x ETP 2, of which each part is on 2 ranks."""
+    sharded = "--use-custom-fsdp" if "main_grads" in cut else "--use-distributed-optimizer" * bool(cut)
+    words = f"{PP} {TP} {EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 2 {sharded}"
+    config = config_of(f"{words} --data-parallel-sharding-strategy {strategy}" if cut else words, 16)
+    for engine in imagined_engines(config).values():
+        buffer = engine.model.buffer
+        whole = sum(math.prod(one.global_shape) for one in engine.param_meta.values() if one.expert) // 4
+        buckets = [one for one in buffer.buckets if buffer.arenas[one.arena].layout.expert]
+        assert whole > 0
+        for name in ("weights", "main_grads", "main_weights"):  # what the optimizer updates has moments
+            held = sum(getattr(one, name).numel() for one in buckets) * (2 if name in cut else 1)
+            assert 0 <= held - whole < 2 * 128 * len(buckets), (name, held, whole)

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.plan.text import from_json
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.guard.exit_status import ExitStatus, TrainingExit
-from megatron.training.report.reporter import check_same_plan
+from megatron.training.report.plan_facts import check_same_plan
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.measuring import PLAN_FILE, Measuring
 from megatron.training.run.parts import RunParts

@@ -45,27 +45,18 @@ class AllGatherPipeline:
     def state(self, unit: int) -> UnitState:
         return self._units[unit].state
 
-    def is_blocked(self, unit: int) -> bool:
-        """Whether the unit's slot of a double buffer is in use by another one."""
-        one = self._units[unit]
-        return one.is_sharded and self._memory.is_blocked("weights", one.name)
-
     def start(self, unit: int) -> None:
-        """Begin to gather; nothing to do where weights are unsharded. Where the unit's slot of a double buffer is
-        still in use, the gather begins when it is waited for."""
+        """Begin to gather; nothing to do where weights are unsharded. Raises ModelError where the unit's slot of a
+        double buffer is in use."""
         one = self._units[unit]
         if one.is_sharded:
             assert one.state is UnitState.SHARDED, f"unit {one.name!r} is {one.state.value} already"
-            one.asked = True
-            if not self.is_blocked(unit):
-                self._gather(one)
+            self._gather(one)
 
     def wait(self, unit: int) -> None:
-        """Return once the weights are whole. Raises ModelError where the unit's slot is still in use."""
+        """Return once the weights are whole."""
         one = self._units[unit]
-        if one.state is UnitState.SHARDED:
-            assert one.asked, f"nobody has begun to gather unit {one.name!r}"
-            self._gather(one)
+        assert one.state is not UnitState.SHARDED, f"nobody has begun to gather unit {one.name!r}"
         one.wait()
 
     def free(self, unit: int) -> None:
@@ -75,7 +66,7 @@ class AllGatherPipeline:
             assert one.state is not UnitState.SHARDED, f"unit {one.name!r} is not gathered"
             one.wait()  # memory is never taken from a collective under way
             self._memory.release("weights", one.name, one.fulls)
-            one.state, one.asked = UnitState.SHARDED, False
+            one.state = UnitState.SHARDED
 
     def weights_changed(self) -> None:
         """This rank's part of the weights at rest was written (see `settle`): what is gathered is out of date, and is
@@ -117,7 +108,7 @@ class AllGatherPipeline:
 
 
 class _Unit:
-    """fulls: its whole weights. asked: somebody wants them gathered. See [Note: at rest and whole]."""
+    """fulls: its whole weights. See [Note: at rest and whole]."""
 
     def __init__(self, name: str, buffer: FlatBuffer) -> None:
         buckets = buffer.buckets_of_unit(name)
@@ -125,7 +116,6 @@ class _Unit:
         self.fulls = [bucket.full_weights for bucket in buckets]
         self.is_sharded = buffer.is_cut(buckets, "weights")
         self.state = UnitState.SHARDED if self.is_sharded else UnitState.UNSHARDED
-        self.asked = False
         self._pending: list[collectives.Pending] = []
         self._rounded = [(one.weights, one.weights_at_rest) for one in buckets if one.gathers_from_main]
         # What is gathered where it is needed, and what of weights at rest is, behind a step.

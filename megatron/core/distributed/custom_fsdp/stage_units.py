@@ -85,9 +85,10 @@ class EngineUnits:
         return EngineUnits(tuple(units), tuple(chunk.merged(groups) for chunk in self.chunks))
 
 
-def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
-    """Its bytes in a buffer, padding included, without the optimizer's. Where nothing says what takes how long, times
-    are in proportion to bytes of gradients: only shares of a stage's time are read."""
+def unit_costs(unit: Unit, buffer: FlatBuffer, slot: int | None = None) -> UnitCosts:
+    """Its bytes in a buffer, padding included, without the optimizer's. slot: of a double buffer. Where nothing
+    says what takes how long, times are in proportion to bytes of gradients: only shares of a stage's time are
+    read."""
     every, extra = buffer.buckets_of_unit(unit.name), buffer.extra_grads
     keys = [key for name in unit.names for key in buffer.param_meta[name].grad_keys if key in extra]
     shares = tuple(share for one in buffer.by_groups(every) for share in _shares(*one, buffer))
@@ -99,6 +100,7 @@ def unit_costs(unit: Unit, buffer: FlatBuffer) -> UnitCosts:
         extra_grad_bytes=num_bytes(extra[key] for key in keys),
         backward_reads=unit.backward_reads,
         begins_with_lookup=unit.begins_with_lookup,
+        slot=slot,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron.core.transformer.layer_table import LayerKind
 from megatron.core.unit_accesses import Accesses
 
+EXPERTS = ".mlp.experts"  # of a layer
 ONE_MATRIX = "embedding_and_head"  # a tied matrix that this stage reads at both ends
 
 
@@ -17,7 +18,7 @@ def layer_name(number: int | str) -> str:
 def layer_units(number: int | str, kind: LayerKind) -> tuple[str, ...]:
     """The units of a layer, in the order of the forward: all but its experts, and these, most of its bytes."""
     name = layer_name(number)
-    return (name,) if kind.experts is None else (name, f"{name}.mlp.experts")
+    return (name,) if kind.experts is None else (name, f"{name}{EXPERTS}")
 
 
 def accesses_of_stage(

@@ -138,29 +138,32 @@ def test_weights_that_changed_free_what_is_gathered_and_instances_gather_first()
         assert outer == Moved(3, shards)
 
 
-def test_a_slot_in_use_is_waited_for_with_the_gather():
-    """Three links take two slots in turns: the third begins when the first is freed."""
+def test_a_slot_takes_a_unit_once_the_one_before_is_freed():
+    """Three links take two slots in turns: the third's gather is an error before the first is freed."""
 
     def body(ctx):
         engine, _ = build(ctx.ps, Model(), "optim_grads_params", fsdp_double_buffer=True)
-        for unit in range(3):
+        slots = [unit.slot for unit in engine.stage_units()[0].units]
+        for unit in range(2):
             engine.gathers.start(unit)
-        seen = [states(engine)]
         with pytest.raises(
             ModelError, match=r"--fsdp-double-buffer: unit 'link 2' needs its slot .* unit 'link 0'"
         ):
-            engine.gathers.wait(2)
+            engine.gathers.start(2)
+        seen = [states(engine)]
         engine.gathers.free(0)
+        engine.gathers.start(2)
         engine.gathers.wait(2)
         seen.append(states(engine))
         value = engine.buffer.weight("links.2.gain").clone()
-        slots = engine.memory_tracker.live("slots")
-        return seen, torch.equal(value, Model().chains()[0].links["2"].gain), slots
+        held = engine.memory_tracker.live("slots")
+        return slots, seen, torch.equal(value, Model().chains()[0].links["2"].gain), held
 
-    for seen, equal, slots in run_ranks(body, 2):
+    for slots, seen, equal, held in run_ranks(body, 2):
+        assert slots == [0, 1, 0]
         assert seen == [[GATHERING, GATHERING, SHARDED], [SHARDED, GATHERING, UNSHARDED]]
         assert equal
-        assert slots > 0
+        assert held > 0
 
 
 def test_the_forward_of_the_only_chunk_waits_for_all_weights():

@@ -258,6 +258,8 @@ class RowWalk:
                 wrong = "is gathered already"
             elif not its.weight_bytes:
                 wrong = "has no weights to gather"
+            elif its.slot is not None and its.slot in (self.units.units[one].slot for one in self._readable):
+                wrong = f"is gathered into slot {its.slot}, which another unit still uses"
             self.num_gathers += 1
             self._readable.add(unit)
             self._whole_weights += its.weight_bytes * self._weights_sharded

@@ -51,7 +51,8 @@ class UnitCosts:
     contribution to the end of their reduction. extra_grad_bytes: accumulators of further uses that this stage's
     contributions need (a tied matrix's lookup), held from the unit's last access of a computation to the end of its
     REDUCE. optimizer_bytes: moments, and copies to take a step back by. backward_reads: whether B and BW read its
-    weights. begins_with_lookup: not in the last of its several accesses there, that of a lookup.
+    weights. begins_with_lookup: not in the last of its several accesses there, that of a lookup. slot: of a double
+    buffer, which its gathered weights take in turns with other units'.
     """
 
     name: str
@@ -65,6 +66,7 @@ class UnitCosts:
     optimizer_bytes: int = 0
     backward_reads: bool = True
     begins_with_lookup: bool = False
+    slot: int | None = None
 
     @functools.cached_property
     def cut(self) -> tuple[Share, ...]:

@@ -1,6 +1,7 @@
 """What `verify` holds operations of data parallelism to.
 
-V1 weights that an access reads are gathered, V2 gathered once and freed once, never in use, none left at the end. V3 a
+V1 weights that an access reads are gathered, V2 gathered once and freed once, never in use, none left at the end, two
+in one slot of a double buffer never at once. V3 a
 reduction sums at least one complete contribution, and every contribution is summed, in the groups that the plan names.
 V4, V6 gradients are held from their first contribution to the end of their reduction, of which two are under way at
 most: what `walk_row` counts. V5 all that is held is within what the policy allows. V7 no deadlock (`verify`). V8

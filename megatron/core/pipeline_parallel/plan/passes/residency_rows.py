@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel.plan.held.row_uses import (
     reductions,
     stays,
 )
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits, rank_units
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, keep_gaps, kept_gaps
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
@@ -131,7 +131,7 @@ class RowMaker:
         gathered = stays(uses.reads, kept, weights=True) if comes else []
         moments = [0] * len(gathered)
         if sharded:
-            moments = gather_moments(gathered, uses.units.weight_bytes, bound, overlap=asked.overlap_gather)
+            moments = gather_moments(gathered, uses.units, bound, overlap=asked.overlap_gather)
         gathers = [(moment, ir.UNSHARD, stay) for moment, stay in zip(moments, gathered, strict=True)]
         frees = [(stay.last + 1, ir.RESHARD, stay) for stay in gathered if sharded]
         reduced = reductions(uses, asked, kept)
@@ -229,26 +229,37 @@ def _less(room: Sequence[float], taken: Sequence[float]) -> list[float]:
 
 
 def gather_moments(
-    gathered: Sequence[Stay], sizes: Sequence[int], room: Sequence[float], *, overlap: bool
+    gathered: Sequence[Stay], units: RankUnits, room: Sequence[float], *, overlap: bool
 ) -> list[int]:
     """When each gather is issued: as early as the room allows, in the order in which units are needed.
 
     room: by moment, bytes of whole weights for gathers ahead, all that is gathered included. No unit is gathered ahead
-    of its own last use. overlap: else each is issued at its first use.
+    of its own last use, nor of that of a unit whose slot it takes. overlap: else each is issued at its first use.
+    Raises PlanError where two units need one slot at once.
     """
-    if not overlap:
-        return [stay.first for stay in gathered]
+    sizes = units.weight_bytes
     held = bytes_by_moment(len(room) + 1, ((one.first, one.last + 1, sizes[one.unit]) for one in gathered))
     moments = []
-    latest, freed = 0, [0] * len(sizes)
+    latest, freed = (
+        0,
+        dict[tuple[str, int], tuple[int, int]](),
+    )  # by memory: from when on, and behind which unit
     for stay in gathered:
-        size, least = sizes[stay.unit], max(latest, freed[stay.unit])
-        moment = stay.first
-        while moment > least and held[moment - 1] + size <= room[moment - 1]:
+        slot = units.units[stay.unit].slot
+        memory = ("unit", stay.unit) if slot is None else ("slot", slot)
+        free, behind = freed.get(memory, (0, stay.unit))
+        if stay.first < free:
+            mine, other = (units.units[one].name for one in (stay.unit, behind))
+            raise PlanError(
+                f"--fsdp-double-buffer: unit {mine!r} needs its slot while unit {other!r} still uses it: these two do "
+                "not run one after the other; leave out --fsdp-double-buffer"
+            )
+        size, least, moment = sizes[stay.unit], max(latest, free), stay.first
+        while overlap and moment > least and held[moment - 1] + size <= room[moment - 1]:
             moment -= 1
             held[moment] += size
         moments.append(moment)
-        latest, freed[stay.unit] = moment, stay.last + 1
+        latest, freed[memory] = moment, (stay.last + 1, stay.unit)
     return moments
 
 

@@ -291,3 +291,29 @@ def test_large_plan_is_fast_enough_to_be_made_at_start_up():
     planned = add_residency(plan, stages, asked(SHARDED, "memory", 8), costs)
     assert planned.num_ops > 50_000
     assert B in {op[0] for op in planned.rows[0]}
+
+
+def test_units_of_one_slot_are_gathered_one_behind_the_other():
+    """Without slots two units are gathered ahead where there is room for them; the third waits for the first's slot."""
+    plan, costs = lowered("1f1b", 1, 2)
+    stages = (layers(0, 4, ways=2),)
+    turns = (dataclasses.replace(stages[0], units=tuple(
+        dataclasses.replace(unit, slot=place % 2) for place, unit in enumerate(stages[0].units)
+    )),)  # fmt: skip
+    residency = dataclasses.replace(asked(SHARDED, "memory", 1), ahead=10 * W_BYTES)
+    free, taken = (add_residency(plan, its, residency, costs) for its in (stages, turns))
+    most = [walks(made, its, residency)[0].most.gathered for made, its in ((free, stages), (taken, turns))]
+    assert most == [4 * W_BYTES, 2 * W_BYTES]
+    with pytest.raises(PlanError, match=r"is gathered into slot 0, which another unit still uses"):
+        verify(free, costs, stages=turns, residency=residency)
+
+
+def test_units_of_one_slot_that_are_needed_together_are_refused():
+    plan, costs = lowered("1f1b", 1, 2)
+    stage = layers(0, 2, ways=2)
+    units = tuple(dataclasses.replace(unit, slot=0) for unit in stage.units)
+    together = dataclasses.replace(stage, units=units, forward=((0, 1),))
+    with pytest.raises(
+        PlanError, match=r"--fsdp-double-buffer: unit '.*' needs its slot while unit '.*' still uses"
+    ):
+        add_residency(plan, (together,), asked(SHARDED, "memory", 1), costs)

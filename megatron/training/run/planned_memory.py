@@ -1,0 +1,107 @@
+"""What a rank was planned to hold, beside what it holds: at the start, after two steps, and when memory runs out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron.core import available_memory
+from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, TRANSIENT
+from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
+from megatron.core.words import size_text
+from megatron.estimate.peak import kinds_text, peak_lines
+from megatron.estimate.rank_account import RankAccount
+from megatron.training.report import metrics
+from megatron.training.run.parts import RunParts
+from megatron.training.run.rehearse.comparison import account_of, parts_of
+from megatron.training.state import StepTask
+
+
+class PlannedMemory:
+    """Made on every rank, at the start; communicates then, and in `after_step`, over the world. num_microbatches: of
+    the first step. Without a description of the model, or of one that is not it, nothing is known."""
+
+    def __init__(self, parts: RunParts, num_microbatches: int) -> None:
+        self._parts, self._steps = parts, 0
+        self._account = _account(parts, num_microbatches)
+        # By pipeline rank: at rest, at most, and where.
+        self._ranks: dict[int, tuple[int, int, str]] = {}
+        if parts.session.config.description is not None:
+            own = self._account
+            mine = None if own is None else [sum(own.at_rest.values()), own.peak.total, own.peak.operation]
+            for rank, planned in parts.session.gather([parts.session.ps.pp_rank, mine]):
+                self._ranks |= {} if planned is None else {rank: tuple(planned)}
+
+    def report(self) -> None:
+        """--report-theoretical-memory."""
+        if not self._parts.session.config.logging.report_theoretical_memory:
+            return
+        lines = [
+            metrics.theoretical_memory_line(rank, *self._ranks[rank][:2]) for rank in sorted(self._ranks)
+        ]
+        unknown = "--report-theoretical-memory: not known of a model that the flags do not describe"
+        self._parts.session.print_rank_0(*(lines or [unknown]))
+
+    def after_step(self, task: StepTask) -> None:
+        """What the fullest pipeline rank holds of each kind at most, beside what was planned; once, when a second step
+        has run and all is in use."""
+        parts, ps = self._parts, self._parts.session.ps
+        self._steps += 1
+        if self._steps != 2 or not self._ranks:
+            return
+        tracker, profiler = parts.engine.memory_tracker, parts.pipeline.profiler
+        found = Counter(
+            {kind: tracker.peak(kind) for kind in (*PERSISTENT, *TRANSIENT) if kind not in GRADIENTS}
+        )
+        found["grads"] = tracker.most_gradients
+        step = None if profiler is None else profiler.step_of(task.iteration)
+        found["activations"] = 0 if step is None else step.peak_bytes
+        own = None if self._account is None else self._account.most
+        told = parts.session.gather([ps.pp_rank, own, dict(+found)])
+        fullest = max(self._ranks, key=lambda rank: self._ranks[rank][1])
+        planned, measured = next(one[1:] for one in told if one[0] == fullest)
+        line = metrics.memory_by_kind_line(task.iteration, fullest, planned, measured)
+        parts.session.print_rank_last(line, brief="")
+        parts.reporter.writers.event(
+            "memory", task.iteration, rank=fullest, planned=planned, measured=measured
+        )
+
+    def when_full(self) -> list[str]:
+        """What this rank holds by kind, and what was planned, for an error of memory."""
+        tracker, device = self._parts.engine.memory_tracker, self._parts.session.device
+        held = {kind: tracker.live(kind) for kind in (*PERSISTENT, *TRANSIENT) if tracker.live(kind)}
+        used = size_text(device.memory().allocated_bytes)
+        lines = [f"it holds {used}, of which the engine {kinds_text(held)}"]
+        if self._account is not None:
+            first, *rest = peak_lines(self._account.peak)
+            lines += [f"planned: {first}", *rest]
+        return lines
+
+    def when_lost(self, peer: int | None) -> list[str]:
+        """What a lost rank was to hold, beside what its container has: the kernel kills without a word."""
+        grid, limit = self._parts.session.ps.grid, size_text(available_memory.total_bytes())
+        planned = None if peer is None else self._ranks.get(grid.coordinates(peer)["pp"])
+        if planned is None or self._parts.session.device.kind != "cpu":
+            return []
+        most, operation = planned[1:]
+        return [
+            f"rank {peer} was planned to hold at most {size_text(most)}, in {operation}; this machine or its control "
+            f"group has {limit} for {self._parts.session.env.local_world_size} of the ranks: what the kernel kills for "
+            "memory leaves no other trace"
+        ]
+
+
+def _account(parts: RunParts, num_microbatches: int) -> RankAccount | None:
+    """Of this rank; None where nobody has looked at its model."""
+    session, engine, spec = parts.session, parts.engine, parts.pipeline.spec
+    description = session.config.description
+    if description is None or not engine.is_described:
+        return None
+    if spec.keeps_gathered:
+        description = description.gathered or description
+    try:
+        plan = parts.pipeline.planner.plan(num_microbatches, PlanPurpose.TRAIN)
+    except PlanError:  # which whoever runs it says
+        return None
+    held = parts_of(session.config, spec, description, engine.model)
+    return account_of(plan, spec, session.ps.pp_rank, held)
