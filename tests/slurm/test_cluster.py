@@ -33,8 +33,8 @@ def of_slurm():
 def broken_off(folder):
     """A cluster whose block raises while a job runs."""
     with Cluster(folder) as cluster:
-        cluster.submit("--wrap=sleep 600", cwd=folder)
-        cluster.until(lambda: cluster.processes(SLURM_JOB_ID="1"), "the job runs")
+        job = cluster.submit("--wrap=sleep 600", cwd=folder)
+        cluster.until(lambda: cluster.processes(SLURM_JOB_ID=job.id), "the job runs")
         raise ZeroDivisionError
 
 
