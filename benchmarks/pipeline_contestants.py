@@ -31,7 +31,7 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.optimizer.clip_grads import clip_coefficient
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.ir import plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.again import measured_costs, solve_again
+from megatron.core.pipeline_parallel.plan.measuring.replan import measured_costs, solve_again
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.runtime.profiler import Profiler

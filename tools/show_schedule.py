@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.build import build_plan, plan_for
-from megatron.core.pipeline_parallel.plan.facts import bound_line
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError, plan_hash, row_texts
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.pipeline_summary import bound_line
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, over_limit, simulate

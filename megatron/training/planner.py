@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.auto import fastest
+from megatron.core.pipeline_parallel.plan.budget_search import joint
 from megatron.core.pipeline_parallel.plan.build import order_within_limits, plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
-from megatron.core.pipeline_parallel.plan.joint import joint
-from megatron.core.pipeline_parallel.plan.measuring.again import MeasuredPlan, replanned
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures
+from megatron.core.pipeline_parallel.plan.measuring.replan import MeasuredPlan, replanned
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, RankBudget, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES

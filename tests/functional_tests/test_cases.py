@@ -66,7 +66,17 @@ def interrupted(folder, *launcher, environ=os.environ):
         "  --save-interval: 1000000\n"
     )
     tool = ROOT / "tools" / "functional_tests.py"
-    words = [sys.executable, tool, "run", case, "--out", folder / "out", "--launcher", *launcher]
+    words = [
+        sys.executable,
+        tool,
+        "record",
+        case,
+        "--dirty",
+        "--launcher",
+        *launcher,
+        "--out",
+        folder / "out",
+    ]
     metrics = folder / "out" / "endless" / "checkpoints" / "metrics.jsonl"
     variables = {**environ, "OF_A_CASE": str(folder)}
     with subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True) as run:

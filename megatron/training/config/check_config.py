@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from megatron.core import optional
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
-from megatron.core.pipeline_parallel.plan.facts import facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.pipeline_summary import facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError

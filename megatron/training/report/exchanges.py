@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron.core.transport.traffic import NOTHING, Moved, TrafficCounter
-from megatron.core.words import counted, size_text, time_text
+from megatron.core.words import counted, decimal, size_text, time_text
 from megatron.training.report.session import Session
 
 
@@ -62,7 +62,7 @@ class Exchanges:
         loads = {layer: fullest(counts, self._parts) for layer, counts in tokens.items() if any(counts)}
         if loads:
             layer = max(loads, key=loads.__getitem__)
-            told += f"; the fullest rank had {loads[layer]:.2f} x the mean rows, in layer {layer}"
+            told += f"; the fullest rank had {decimal(loads[layer], 2)} x the mean rows, in layer {layer}"
         return (told,)
 
     def _moved(self) -> Moved:

@@ -17,7 +17,7 @@ from megatron.core.words import between, counted, size_text
 
 if TYPE_CHECKING:
     from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
-    from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
+    from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles
 
 
 def _said(text: str | None = None, tag: str | None = None, *, times: int = 1, **options: Any) -> Any:

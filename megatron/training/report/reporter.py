@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.models.gpt.stage_layers import layer_map_lines
-from megatron.core.pipeline_parallel.plan.facts import bubble_rate
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.pipeline_summary import bubble_rate
 from megatron.core.pipeline_parallel.plan.planned_residency import StepResidency
 from megatron.training.config.config import train_step_flops
 from megatron.training.engine import Engine

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, RankLimitError
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles, RankLimitError
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.plan.costs import peak_activation
-from megatron.core.pipeline_parallel.plan.facts import bound_lines, device_limits
 from megatron.core.pipeline_parallel.plan.ir import PlanError
+from megatron.core.pipeline_parallel.plan.pipeline_summary import bound_lines, device_limits
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.words import counted, plain, size_text
 from megatron.training.config.problems import ConfigurationError, Problem

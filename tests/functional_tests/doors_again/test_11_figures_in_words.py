@@ -149,7 +149,8 @@ def test_only_words_make_figures():
     """Where a person reads them. Forms of Megatron's log lines, units of drawing and messages to programmers stay."""
     kept = {
         "metrics.py", "timers.py", "reporter.py", "words.py", "screen.py", "lease.py", "rendezvous.py", "saving.py",
-        "schema.py", "simulate.py", "starts.py", "page.py", "lanes.py", "charts.py", "run_tests.py", "fsdp_hiding.py",
+        "schema.py", "simulate.py", "initial_orders.py",
+        "page.py", "lanes.py", "charts.py", "run_tests.py", "fsdp_hiding.py",
         "flags.py", "fully_shard.py", "peer_loss.py", "shm_transport.py",
         "progress.py", "hang_diagnosis.py",
     }  # fmt: skip

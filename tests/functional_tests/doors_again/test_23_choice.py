@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.activation_share import looks
+from megatron.core.pipeline_parallel.plan.budget_search import named
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.candidate import NoFasterError, bound_of, room_of
-from megatron.core.pipeline_parallel.plan.joint import named
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.planner import within
 from tests.harness.budget_settings import SETTINGS, Setting, timed

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
-from megatron.core.pipeline_parallel.plan.measuring.again import RankLimitError, solve_again
+from megatron.core.pipeline_parallel.plan.measuring.replan import RankLimitError, solve_again
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.training.config.launch_env import LaunchEnv

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles
 from megatron.core.words import brief_duration, counted
 from megatron.training.guard.exit_status import ExitStatus, report_failure
 from megatron.training.report.metrics import IterationRecord

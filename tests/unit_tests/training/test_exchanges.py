@@ -26,7 +26,7 @@ def test_an_interval_is_told_by_step_beside_what_was_planned():
         traffic.waited_s += 0.25
     assert exchanges.lines({0: [5, 5, 5, 5], 2: [9, 3, 2, 2], 3: [0, 0, 0, 0]}) == (
         " > exchanges with experts, of rank 3: 3 calls a step, 6 KiB (planned 4 KiB at even load), waited 250 ms; the "
-        "fullest rank had 1.50 x the mean rows, in layer 2",
+        "fullest rank had 1.5 x the mean rows, in layer 2",
     )
     exchanges.reset()
     assert exchanges.lines({}) == ()

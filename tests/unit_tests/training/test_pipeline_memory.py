@@ -6,7 +6,7 @@ import types
 import pytest
 
 from megatron.core.device import Device, MemoryFigures
-from megatron.core.pipeline_parallel.plan.facts import device_limits
+from megatron.core.pipeline_parallel.plan.pipeline_summary import device_limits
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.core.parallelism_config import bytes_of
-from megatron.core.pipeline_parallel.plan.joint import judge
+from megatron.core.pipeline_parallel.plan.budget_search import judge
 from megatron.core.sharding_table import ShardPlace, sharding_of
 from megatron.training.config.state_bytes import state_bytes
 from tests.unit_tests.training.test_rules_sharding import FSDP, PP, STRATEGY, configure, problems_of

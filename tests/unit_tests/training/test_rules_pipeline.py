@@ -16,9 +16,9 @@ from megatron.core.parallelism_config import (
     describe_schedule,
 )
 from megatron.core.pipeline_parallel.plan.build import build_plan, plan_for
-from megatron.core.pipeline_parallel.plan.facts import bubble_rate, facts_lines, pipeline_facts
-from megatron.core.pipeline_parallel.plan.measuring.again import solve_again
+from megatron.core.pipeline_parallel.plan.measuring.replan import solve_again
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
+from megatron.core.pipeline_parallel.plan.pipeline_summary import bubble_rate, facts_lines, pipeline_facts
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED, V_SHAPED
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES

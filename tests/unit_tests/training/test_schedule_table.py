@@ -30,7 +30,7 @@ schedules.SCHEDULES["mine"] = schedules.Schedule("mine", "v", mine, chunks=2, mi
 from megatron.training.run.arguments import ConfigurationError, parse_config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.core.pipeline_parallel.plan.build import build_plan
-from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
+from megatron.core.pipeline_parallel.plan.pipeline_summary import pipeline_facts
 from tools import show_schedule
 
 def facts(schedule, batch):

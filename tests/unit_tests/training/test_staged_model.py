@@ -4,8 +4,8 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.facts import pipeline_facts
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, F, PlanError
+from megatron.core.pipeline_parallel.plan.pipeline_summary import pipeline_facts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose

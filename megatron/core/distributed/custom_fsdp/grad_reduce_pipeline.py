@@ -75,8 +75,8 @@ class GradState:
         self.uses = [buffer.param_meta[name].grad_keys for name in names]
         self.keys = frozenset(key for uses in self.uses for key in uses)
         self.further = frozenset(key for uses in self.uses for key in uses[1:])
-        shards = [trained(bucket.main_grads) for bucket in buckets] if is_sharded else []
-        self.resting = RestingGrads(name, shards, tracker)
+        self.shards = [trained(bucket.main_grads) for bucket in buckets] if is_sharded else []
+        self.resting = RestingGrads(name, self.shards, tracker)
         self.held = self.has_sum = self.reduced = self.summed_outer = self.final = False
 
 
@@ -217,8 +217,8 @@ class GradReducePipeline:
         one = self.units[unit]
         sums, add = one.outer if outer else one.sums, again and one.is_sharded and not outer
         with contextlib.ExitStack() as stack:
-            for full in one.fulls:
-                stack.enter_context(with_memory(full))
+            for grads in (*one.fulls, *one.shards):
+                stack.enter_context(with_memory(grads))
             return sum(collectives.temporary_bytes(what, group, accumulate=add) for group, what in sums)
 
     def resting_bytes(self, unit: int) -> int:

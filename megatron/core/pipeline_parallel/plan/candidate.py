@@ -57,7 +57,7 @@ class NoFasterError(PlanError):
         self.bound = bound
 
 
-class Least(NamedTuple):
+class LeastBytes(NamedTuple):
     """Bytes without which a rank can do nothing: states at rest; the weights that one access reads; gradients that are
     added to and reduced, if each is reduced at once; one microbatch's activations."""
 
@@ -108,7 +108,7 @@ def bound_of(spec: ScheduleSpec, num_microbatches: int) -> float:
         return 0.0
 
 
-def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
+def least_bytes(spec: ScheduleSpec) -> tuple[LeastBytes, ...]:
     """By rank."""
     asked, parts = spec.residency, []
     assert spec.stages_units is not None
@@ -120,7 +120,7 @@ def least_bytes(spec: ScheduleSpec) -> tuple[Least, ...]:
         uses = RowUses(tuple(row), units)
         weights = uses.most_read * asked.weights_sharded
         gradients = uses.most_adding(asked) * asked.grads_sharded
-        parts.append(Least(units.bytes_at_rest, weights, gradients, spec.costs.least_activation(mine)))
+        parts.append(LeastBytes(units.bytes_at_rest, weights, gradients, spec.costs.least_activation(mine)))
     return tuple(parts)
 
 
@@ -142,7 +142,7 @@ def room_of(spec: ScheduleSpec) -> tuple[float, ...]:
     return room
 
 
-def least_held(spec: ScheduleSpec, num_microbatches: int) -> tuple[Least, ...]:
+def least_held(spec: ScheduleSpec, num_microbatches: int) -> tuple[LeastBytes, ...]:
     """By rank, `least_bytes`; of a fixed order with all its activations. Raises PlanError for an order that these
     microbatches do not make."""
     parts = least_bytes(spec)
@@ -162,7 +162,7 @@ def refuse_full(spec: ScheduleSpec, num_microbatches: int) -> None:
             )
 
 
-def too_little(parts: Sequence[Least]) -> str:
+def too_little(parts: Sequence[LeastBytes]) -> str:
     rank, one = max(enumerate(parts), key=lambda at: sum(at[1]))
     return (
         f"rank {rank} holds at least {size_text(sum(one))}: {size_text(one.rest)} at rest, "

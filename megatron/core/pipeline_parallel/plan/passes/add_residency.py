@@ -25,24 +25,24 @@ from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
-from megatron.core.pipeline_parallel.plan.passes import orders
+from megatron.core.pipeline_parallel.plan.passes import order_variants
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
-from megatron.core.pipeline_parallel.plan.passes.residency_rows import Reserve, RowMaker
+from megatron.core.pipeline_parallel.plan.passes.residency_rows import ReservedRoom, RowMaker
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency, are_shared
 from megatron.core.pipeline_parallel.plan.simulate import Merit
 from megatron.core.pipeline_parallel.plan.verify import verify
 
 # What is left of the room. The first three divide a budget; under a limit all are tried.
 RESERVES = (
-    Reserve(0.0),
-    Reserve(0.25),
-    Reserve(0.5),
-    Reserve(ahead=False),
-    Reserve(under_way=False),
-    Reserve(ahead=False, under_way=False),
-    Reserve(ahead=False, under_way=False, grads_first=True),
-    Reserve(ahead=False, under_way=False, reduced_first=True),
+    ReservedRoom(0.0),
+    ReservedRoom(0.25),
+    ReservedRoom(0.5),
+    ReservedRoom(ahead=False),
+    ReservedRoom(under_way=False),
+    ReservedRoom(ahead=False, under_way=False),
+    ReservedRoom(ahead=False, under_way=False, grads_first=True),
+    ReservedRoom(ahead=False, under_way=False, reduced_first=True),
 )
 # W's that come later by so many computations.
 _DELAYS = (1, 2, 1 << 20)
@@ -52,7 +52,7 @@ _OPERATIONS_OF_MANY = 12_000
 _UNTIL_ONE_FITS = 8
 _ROUNDS = 3
 
-Choice = tuple[Plan, Reserve]
+Choice = tuple[Plan, ReservedRoom]
 
 
 @ir.without_collector()
@@ -86,7 +86,7 @@ def add_residency(
     return best
 
 
-class _Once(Iterable[Plan]):
+class _MadeOnce(Iterable[Plan]):
     """Plans that are made when they are first asked for, each once."""
 
     def __init__(self, plans: Iterable[Plan]) -> None:
@@ -159,7 +159,7 @@ class PlanSearch:
             before = start
             start = self._best(start, ((start[0], one) for one in self.reserves))
             start = self._best(start, ((one, start[1]) for one in _mixed(start[0], self._every)))
-            start = self._best(start, ((one, start[1]) for one in orders.one_w_moved(start[0])))
+            start = self._best(start, ((one, start[1]) for one in order_variants.one_w_moved(start[0])))
             if start == before:
                 return
 
@@ -208,11 +208,11 @@ class PlanSearch:
         return self.plan.forward_only or any(op[7] >= 0 for op in computed)
 
     @functools.cached_property
-    def _room(self) -> orders.Room:
+    def _room(self) -> order_variants.Room:
         maker, asked = self.maker, self.maker.residency
         assert asked.limit is not None
         uses = [maker.uses(rank, row) for rank, row in enumerate(self.plan.rows)]
-        return orders.Room(
+        return order_variants.Room(
             [limit - one.units.bytes_at_rest for limit, one in zip(asked.limit, uses, strict=True)],
             [one.most_read * asked.weights_sharded for one in uses],
             [sum(one.grad_bytes for one in stage.units) * asked.grads_sharded for stage in maker.stages],
@@ -222,7 +222,7 @@ class PlanSearch:
     def _bases(self) -> Iterable[Plan]:
         """The plan's order, and with forwards held back; both with W's as the order has them, and right behind their
         B's. The plan's alone where its order is fixed, or nothing limits it."""
-        return _Once(self._based() if self.limited and not self._is_fixed else (self.plan,))
+        return _MadeOnce(self._based() if self.limited and not self._is_fixed else (self.plan,))
 
     def _based(self) -> Iterator[Plan]:
         plan, costs = self.plan, self.maker.costs
@@ -230,37 +230,39 @@ class PlanSearch:
         found = [plan]
         rows = tuple(tuple(op for op in row if ir.IS_COMPUTE[op[0]]) for row in plan.rows)
         order = dataclasses.replace(plan, rows=rows)
-        held = orders.hold_back(order, costs, self._room)
+        held = order_variants.hold_back(order, costs, self._room)
         if held is not None and held != order:
             steps = any(ir.IS_VALIDATION[op[0]] for row in plan.rows for op in row)
             with contextlib.suppress(PlanError):  # such an order may have no room for a step's validation
                 lowered = lower(held, costs)
                 found.append(post_validation(lowered, costs) if steps else lowered)
         yield from found[1:]
-        yield from map(orders.w_behind_b, found)
+        yield from map(order_variants.w_behind_b, found)
 
     @functools.cached_property
     def _every(self) -> Iterable[Plan]:
         """The bases, with W's delayed or in one with their B's, and trailing W's in parts."""
-        return _Once(part for order in _Once(self._moved()) for part in self._in_parts(order))
+        return _MadeOnce(part for order in _MadeOnce(self._moved()) for part in self._in_parts(order))
 
     def _moved(self) -> Iterator[Plan]:
         flags = itertools.product((False, True), (False, True), _DELAYS, self._bases)
         delayed = (
-            orders.delay_w(one, by, self.maker.costs, self._room, together=together, before_last=before_last)
+            order_variants.delay_w(
+                one, by, self.maker.costs, self._room, together=together, before_last=before_last
+            )
             for before_last, together, by, one in flags
         )
-        moved = _Once(itertools.chain(self._bases, delayed))
+        moved = _MadeOnce(itertools.chain(self._bases, delayed))
         yield from moved
         for one, everywhere in itertools.product(moved, (False, True)):
             for count in (one.num_microbatches, 2, 1):
-                yield orders.fuse_bw(one, max(0, one.num_microbatches - count), everywhere=everywhere)
+                yield order_variants.fuse_bw(one, max(0, one.num_microbatches - count), everywhere=everywhere)
 
     def _in_parts(self, plan: Plan) -> Iterator[Plan]:
         """With trailing W's whole, and in parts."""
         yield plan
-        for count in orders.PARTS if self.splits else ():
-            yield orders.split_trailing(plan, self.maker.stages, count)
+        for count in order_variants.PARTS if self.splits else ():
+            yield order_variants.split_trailing(plan, self.maker.stages, count)
 
 
 def _mixed(plan: Plan, others: Iterable[Plan]) -> Iterator[Plan]:
@@ -273,4 +275,4 @@ def _mixed(plan: Plan, others: Iterable[Plan]) -> Iterator[Plan]:
     for one in others:
         if messages(one.rows) == mine:
             for rank, row in enumerate(one.rows):
-                yield orders.with_row(plan, rank, row)
+                yield order_variants.with_row(plan, rank, row)

@@ -33,7 +33,7 @@ from megatron.core.pipeline_parallel.plan.held.row_uses import (
 )
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
-from megatron.core.pipeline_parallel.plan.passes.keep import bytes_kept, keep_gaps, kept_gaps
+from megatron.core.pipeline_parallel.plan.passes.belady import bytes_kept, keep_gaps, kept_gaps
 from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
 from megatron.core.words import size_text
@@ -45,7 +45,7 @@ _TRIES, _BEFORE = 8, 4
 _KEPT_OPERATIONS = 2_000
 
 
-class Reserve(NamedTuple):
+class ReservedRoom(NamedTuple):
     """What is left of the room when gaps are chosen.
 
     share: to gathers ahead alone. ahead: besides, as many bytes as bind gathers ahead elsewhere. under_way: to
@@ -85,16 +85,16 @@ class RowMaker:
         apart = self.residency.limit is not None
         # By rank and row, when it uses which units.
         self.uses = functools.cache(lambda rank, row: RowUses(row, units[rank], apart=apart))
-        self._rows: dict[tuple[int, Row, Reserve], tuple[Row, Groups] | PlanError] = {}
+        self._rows: dict[tuple[int, Row, ReservedRoom], tuple[Row, Groups] | PlanError] = {}
 
-    def made(self, order: Plan, reserve: Reserve) -> Plan:
+    def made(self, order: Plan, reserve: ReservedRoom) -> Plan:
         """Raises PlanError where it does not fit."""
         made = [self._kept_row(rank, row, reserve) for rank, row in enumerate(order.rows)]
         groups = grouping_of(order.placement, self.units, [groups for _, groups in made])
         note = PlannedResidency.of(self.residency, self.stages, groups)
         return dataclasses.replace(order, rows=tuple(row for row, _ in made), residency=note)
 
-    def _kept_row(self, rank: int, row: Row, reserve: Reserve) -> tuple[Row, Groups]:
+    def _kept_row(self, rank: int, row: Row, reserve: ReservedRoom) -> tuple[Row, Groups]:
         found = self._rows.get((rank, row, reserve))
         if found is None:
             try:
@@ -107,7 +107,7 @@ class RowMaker:
             raise found.with_traceback(None)
         return found
 
-    def over(self, order: Plan, reserve: Reserve) -> list[float]:
+    def over(self, order: Plan, reserve: ReservedRoom) -> list[float]:
         """By rank, bytes by which its row is over the limit. Raises PlanError for what cannot be at all."""
 
         def over(rank: int, row: Row) -> float:
@@ -123,7 +123,7 @@ class RowMaker:
         assert self.lanes is not None, "nothing says what gathers take"
         return simulate(planned, self.costs, Lanes(self.stages, self.residency, self.lanes)).merit
 
-    def _row(self, uses: RowUses, reserve: Reserve) -> tuple[Row, Groups]:
+    def _row(self, uses: RowUses, reserve: ReservedRoom) -> tuple[Row, Groups]:
         """One rank's row, and its groups as in `RowWalk`."""
         asked, sharded = self.residency, self.residency.weights_sharded
         kept, bound = (self._kept if asked.limit is None else self._within_limit)(uses, reserve)
@@ -144,7 +144,7 @@ class RowMaker:
         behind = (*reduced, *gathers) if reserve.reduced_first else (*gathers, *reduced)
         return written(uses, (*frees, *behind)), groups
 
-    def _kept(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
+    def _kept(self, uses: RowUses, reserve: ReservedRoom) -> tuple[set[Gap], list[float]]:
         """Where there is no limit: the gaps that are kept, and by moment the bytes that whole weights may take."""
         asked, count = self.residency, uses.num_moments
         most = 0.0 if asked.budget is None else float(asked.budget[uses.units.rank])
@@ -156,7 +156,7 @@ class RowMaker:
             return kept, [most - used for used in bytes_kept(count, kept, weights=False)]
         return kept, [most + used for used in bytes_kept(count, kept, weights=True)]
 
-    def _within_limit(self, uses: RowUses, reserve: Reserve) -> tuple[set[Gap], list[float]]:
+    def _within_limit(self, uses: RowUses, reserve: ReservedRoom) -> tuple[set[Gap], list[float]]:
         """The gaps that are kept, and by moment the bytes that whole weights may take in all. Raises PlanError where
         even the least is too much."""
         asked, units, count, rank = self.residency, uses.units, uses.num_moments, uses.units.rank
@@ -209,7 +209,7 @@ class RowMaker:
             room += [limit - uses.units.bytes_at_rest - used] * (end - first)
         return room
 
-    def _gradients(self, uses: RowUses, kept: set[Gap], reserve: Reserve) -> list[int]:
+    def _gradients(self, uses: RowUses, kept: set[Gap], reserve: ReservedRoom) -> list[int]:
         """By moment, what whole gradients and those under way take."""
         if not self.residency.grads_sharded:
             return [0] * uses.num_moments

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.compaction import ROUNDS, Compactor, cooling
 from megatron.core.pipeline_parallel.plan.search.improve import wander
+from megatron.core.pipeline_parallel.plan.search.initial_orders import Start, starts
 from megatron.core.pipeline_parallel.plan.search.problem import (
     Order,
     OrderProblem,
@@ -19,7 +20,6 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
     peaks,
     slack,
 )
-from megatron.core.pipeline_parallel.plan.search.starts import Start, starts
 
 # Operations that compaction may visit, two to four microseconds each. Not time: every rank must come to the same plan.
 # (zbv, P = 16, ten costs of seed 77: worst gaps of 1.10, 0.94, 0.93 points with 300, 600, 1,200 thousand.)

@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bounds import Bound, or_fused, proven
+from megatron.core.pipeline_parallel.plan.search.initial_orders import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, limits_of, plan_of, slack
 from megatron.core.pipeline_parallel.plan.search.solve import solve
-from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 
 # By schedule: by number of ranks, the whole-stage activations that a rank may hold where the request has no limit; and

@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel.plan.ir import BW
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
+from megatron.core.pipeline_parallel.plan.search.initial_orders import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
-from megatron.core.pipeline_parallel.plan.search.starts import v_block_peak
 from megatron.core.pipeline_parallel.plan.search.zero_bubble import searched
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.optimal_schedule import optimum

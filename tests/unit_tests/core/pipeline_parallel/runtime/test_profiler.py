@@ -11,8 +11,8 @@ import torch
 from megatron.core.device import Device
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, Kind
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import costs_of
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import read_timeline
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.runtime.executor import Executor

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnit
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, B, Plan, W, op_text, parse_row
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
-from megatron.core.pipeline_parallel.plan.passes.orders import split_trailing
+from megatron.core.pipeline_parallel.plan.passes.order_variants import split_trailing
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request

@@ -11,13 +11,13 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import BW, B, F, W
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     bubble_rate,
     costs_of,
     divide_backwards,
     peaks_of,
 )
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.measured_runs import figures_of_run, lowered

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatron.core.pipeline_parallel.plan.measuring.again import Bubbles, MeasuredPlan
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles, MeasuredPlan
 
 
 def test_bubbles():

@@ -5,8 +5,8 @@ import pytest
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
+from megatron.core.pipeline_parallel.plan.search.initial_orders import unit_zbv
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, plan_of
-from megatron.core.pipeline_parallel.plan.search.starts import unit_zbv
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.known_orders import zb_h
 

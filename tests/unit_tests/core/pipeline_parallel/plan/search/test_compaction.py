@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.search.blocks import repeat
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
 from megatron.core.pipeline_parallel.plan.search.compaction import Compactor, cooling, fill
+from megatron.core.pipeline_parallel.plan.search.initial_orders import v_block
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, fits, plan_of
-from megatron.core.pipeline_parallel.plan.search.starts import v_block
 from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.known_orders import one_f_one_b, zb_h
 

@@ -6,6 +6,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
+from megatron.core.pipeline_parallel.plan.search.initial_orders import unit_zbv
 from megatron.core.pipeline_parallel.plan.search.problem import (
     OrderProblem,
     check_limits,
@@ -14,7 +15,6 @@ from megatron.core.pipeline_parallel.plan.search.problem import (
     peaks,
     plan_of,
 )
-from megatron.core.pipeline_parallel.plan.search.starts import unit_zbv
 from tests.harness.known_orders import one_f_one_b, zb_h
 from tests.harness.schedules import verified_peaks
 

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES as TABLE
-from megatron.core.pipeline_parallel.plan.search import starts, zero_bubble
+from megatron.core.pipeline_parallel.plan.search import initial_orders, zero_bubble
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, fits, plan_of
 from megatron.core.pipeline_parallel.plan.simulate import simulate
@@ -59,7 +59,7 @@ def whole_stage(placement, costs):
 def default_limit(name, p):
     """In whole stages."""
     known = {"zb-1p": p, "zb-2p": 2 * p, "zbv": p}
-    return known[name] if name in known else starts.v_block_peak(p, half=name == "v-half")
+    return known[name] if name in known else initial_orders.v_block_peak(p, half=name == "v-half")
 
 
 def check(name, p, m, costs, limits=None):
@@ -101,8 +101,8 @@ def known_costs(problem):
             known_orders.one_f_one_b(problem),
         ]
     else:
-        orders = [starts.unit_zbv(problem)]
-        orders += [starts.v_block(p, half=half).order(problem) for half in (True, False)]
+        orders = [initial_orders.unit_zbv(problem)]
+        orders += [initial_orders.v_block(p, half=half).order(problem) for half in (True, False)]
     return [simulate(plan_of("known", problem, o), problem.costs).cost for o in orders if fits(problem, o)]
 
 
@@ -120,7 +120,7 @@ def test_equal_times_give_the_bubbles_of_theory(p):
 
 
 def test_default_limits_of_the_v_are_those_of_its_blocks():
-    at = {(p, half): starts.v_block_peak(p, half=half) for p in (4, 8, 16) for half in (True, False)}
+    at = {(p, half): initial_orders.v_block_peak(p, half=half) for p in (4, 8, 16) for half in (True, False)}
     assert at == {(4, True): 3, (4, False): 2, (8, True): 5, (8, False): 4, (16, True): 9, (16, False): 6}
 
 

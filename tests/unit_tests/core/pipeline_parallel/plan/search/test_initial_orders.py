@@ -4,8 +4,8 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
+from megatron.core.pipeline_parallel.plan.search.initial_orders import v_block, v_block_peak
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, peaks
-from megatron.core.pipeline_parallel.plan.search.starts import v_block, v_block_peak
 
 
 @pytest.mark.parametrize("p", [*range(1, 14), 32, 33])

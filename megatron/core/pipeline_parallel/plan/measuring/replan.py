@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
+from megatron.core.pipeline_parallel.plan.budget_search import joint
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
-from megatron.core.pipeline_parallel.plan.joint import joint
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     Figures,
     bubble_rate,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.held.row_uses import Gap, RowUses
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
-from megatron.core.pipeline_parallel.plan.passes.keep import keep_gaps
+from megatron.core.pipeline_parallel.plan.passes.belady import keep_gaps
 from megatron.core.pipeline_parallel.plan.request import Request
 from tests.harness.unit_stages import W_BYTES, layers
 

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from megatron.core.pipeline_parallel.plan.budget_search import joint, judge
 from megatron.core.pipeline_parallel.plan.candidate import least_bytes
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError
-from megatron.core.pipeline_parallel.plan.joint import joint, judge
 from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
