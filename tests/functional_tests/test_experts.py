@@ -45,6 +45,7 @@ def test_biases_are_saved_and_have_moved(expected):
 IN_EVERY_RUN = "zb-h1, recomputed, grouped"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name", [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.grid) for name in SAME]
 )

@@ -68,6 +68,7 @@ def run_with_fault(folder, case):
         return group.wait()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "case",
     [

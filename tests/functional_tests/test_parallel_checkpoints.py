@@ -46,6 +46,7 @@ def copy_of_third(trained, layout, folder):
     return launch.digests(source / "ck", 3)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("source", "target"), [("PP2", "PP2"), ("one", "PP2 x 2"), ("PP2", "one")])
 def test_a_pipeline_goes_on_bit_for_bit(trained, tmp_path, source, target):
     """Whatever pipeline wrote it and whatever goes on from it: the run of one process that nobody stopped."""

@@ -45,6 +45,7 @@ def run(tmp_path_factory):
 # --- pipelines
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -257,6 +258,7 @@ def test_a_plain_module_in_a_pipeline(run, flags):
 # --- tensor, pipeline and data parallel ranks together
 
 
+@pytest.mark.grid
 def test_tensor_parallel_ranks(run):
     flags = f"{SHORT} {NO_DROPOUT}"  # masks of attention probabilities are each rank's own
     one = run(1, flags)

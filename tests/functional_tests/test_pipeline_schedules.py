@@ -48,6 +48,7 @@ def validations(run):
     return [line for line in run.output.splitlines() if line.lstrip().startswith("validation loss")]
 
 
+@pytest.mark.grid
 def test_the_quick_setting_runs_on_any_number_of_layers_with_the_bits_of_one_process(trained):
     (alone, one), (folder, zbv) = trained("one"), trained("zbv")
     assert zbv.losses() == one.losses()

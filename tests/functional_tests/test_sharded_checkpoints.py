@@ -59,6 +59,7 @@ def trained(tmp_path_factory):
 # --- going on
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "flags",
     [

@@ -37,6 +37,7 @@ def run(tmp_path_factory):
 # --- the documentation's line
 
 
+@pytest.mark.grid
 def test_the_documented_line_simply_runs(run):
     """As a user types it: no_shard's losses, and the plan says what is sharded."""
     documented = run(2, f"{LOGGED} {DOCUMENTED}")

@@ -31,6 +31,7 @@ def assert_goes_on_bit_for_bit(tmp_path, ranks, stopped):
     assert launch.digests(tmp_path / "ck", last) == launch.digests(tmp_path / "straight" / "ck", last)
 
 
+@pytest.mark.grid
 def test_sigterm_to_torchrun(tmp_path):
     """The launcher forwards the signal; every rank stops after the same iteration, once saved."""
     with launch.started([*ENDLESS, *SAVING], ranks=2, cwd=tmp_path) as process:

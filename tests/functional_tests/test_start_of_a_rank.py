@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.harness import launch
 
 SLOW = (
@@ -21,6 +23,7 @@ finally:
 """
 
 
+@pytest.mark.grid
 def test_a_run_that_neither_saves_nor_loads_imports_nothing_slow(tmp_path):
     """A Python of its own: the suite's forks have imported everything already."""
     flags = [*launch.TINY, "--train-iters", "1", "--metrics-file", str(tmp_path / "metrics.jsonl")]

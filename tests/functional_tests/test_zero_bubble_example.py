@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.harness import launch
 from tests.harness.scripts import launched_by
 
@@ -28,6 +30,7 @@ def losses(output):
     return {m[1]: f"{m[3]} {m[4]}" for m in launch.ITERATION.finditer(output)}
 
 
+@pytest.mark.grid
 def test_zbv_trains_on_two_cpu_ranks_with_the_losses_of_1f1b(tmp_path):
     said = trained(tmp_path / "v", ZERO_BUBBLE_V_SCHEDULE="1")
     assert '"schedule": "zbv"' in said

@@ -199,6 +199,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path):
             assert {len(table) for table in tables} == {65}, (of, kind.name)
 
 
+@pytest.mark.grid
 def test_bf16_with_fp32_main_weights(tmp_path):
     pairs = list(itertools.permutations(["optim DP2", "ZeRO-3 DP2", "HFSDP 2x2"], 2))
     saved = check(pairs, (*SMALL, "--bf16", *UNTIED), tmp_path)

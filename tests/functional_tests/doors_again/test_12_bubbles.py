@@ -38,6 +38,7 @@ def shown(folder, iteration, capsys):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.grid
 def test_log_record_and_timeline_say_the_same_two_numbers_of_every_step(run, capsys):
     folder, output = run
     said = {int(one[1]): (float(one[2]), float(one[3])) for one in SAID.finditer(output)}

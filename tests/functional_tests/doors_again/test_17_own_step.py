@@ -175,6 +175,7 @@ def on_two_ranks(tmp_path_factory):
     )
 
 
+@pytest.mark.grid
 def test_steps_of_megatrons_parts_over_two_ranks_as_in_one_process(on_two_ranks):
     alone = share_ranks(1, {"steps": trained, "args": parsed})
     (reference,) = alone["steps"]

@@ -48,6 +48,7 @@ def test_what_is_solved_alone_is_not_called_impossible_beside_others():
         assert float(least[1]) <= cost + 0.5 * 10 ** -len(least[2])  # as printed, rounded
 
 
+@pytest.mark.grid
 def test_an_order_that_holds_too_much_is_made_again_for_what_fits():
     """Each rank has as much less of activations as it was over the limit by; no share of all ranks is looked for."""
     spec = candidates(FEW, 60, "zbv")

@@ -25,6 +25,7 @@ SHAPE = {
 }  # fmt: skip
 
 
+@pytest.mark.grid
 def test_a_torch_dist_checkpoint_goes_on_here(tmp_path, capsys):
     """Layers in one tensor, norms inside linear layers, as Transformer Engine's specification has them."""
     config = TransformerConfig(**SHAPE).resolved()

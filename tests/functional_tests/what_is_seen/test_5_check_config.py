@@ -277,7 +277,9 @@ def test_the_whole_configuration_off_a_terminal_and_with_full(check, words, colu
 
 def test_json_keeps_its_keys_on_a_terminal(check):
     _, text, wrong = check([*SMALL, "--num-experts", "8", "--json"])
-    keys = "config origin grid sharding pipeline parameters estimate exchanges problems warnings notes not_found"
+    keys = (
+        "config origin grid sharding pipeline parameters estimate exchanges problems warnings notes not_found"
+    )
     assert list(json.loads(text)) == keys.split()
     assert not wrong
 

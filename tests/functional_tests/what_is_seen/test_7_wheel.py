@@ -72,6 +72,7 @@ def installed(tmp_path_factory):
     return Installed(tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.grid
 def test_nothing_but_the_package_is_put_among_the_packages(installed):
     there = {path.name for path in installed.packages.iterdir() if path.name != "others.pth"}
     assert there == {"megatron", f"megatron_zero-{megatron.__version__}.dist-info"}

@@ -17,6 +17,7 @@ def layers_of(work, schedule):
     return [len(spec.layers) for spec in work.config(schedule, 0).planner().spec.stages]
 
 
+@pytest.mark.grid
 def test_all_contestants_train_alike_and_ours_to_the_bit(tmp_path, monkeypatch, capsys):
     small = {"layers": 4, "hidden": 32, "heads": 4, "seq": 32, "vocab": 256}
     monkeypatch.setitem(pipeline_training.SIZES, "tiny", small)

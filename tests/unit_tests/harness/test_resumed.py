@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 PLUGINS = ("-p", "no:hypothesispytest")  # most of a start's time
 TESTS = """
@@ -34,6 +36,7 @@ def suite(folder, seconds="1000"):
     return done.returncode, int(left[1]), (folder / "log").read_text()
 
 
+@pytest.mark.grid
 def test_a_suite_goes_on_until_all_have_passed(tmp_path):
     def git(*words):
         subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *words], cwd=tmp_path, check=True)

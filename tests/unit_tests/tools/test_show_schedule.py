@@ -182,6 +182,7 @@ def test_what_cannot_be_planned_is_refused(words, message):
     assert not done.stdout
 
 
+@pytest.mark.grid
 def test_auto_says_why_and_keeps_to_the_limit_of_each_rank():
     words = ("--schedule", "auto", "--stages", 4, "--microbatches", 8)
     lines = output(*words).splitlines()

@@ -79,6 +79,7 @@ def test_the_engine_builds_what_the_flags_describe(ranks, words):
     assert run_ranks(body, 4) == [True] * 4
 
 
+@pytest.mark.grid
 def test_a_difference_is_an_error_that_names_the_unit_and_both_figures_on_every_rank():
     def body(ctx):
         ps = ctx.make_ps(dp=2, pp=2)

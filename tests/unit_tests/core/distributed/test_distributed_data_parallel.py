@@ -109,6 +109,7 @@ def test_every_strategy_and_grouping_equals_one_process(model):
     assert_same_bits(found["no_shard once False"], found["optim_grads_params once True"])
 
 
+@pytest.mark.grid
 def test_instances_are_summed_unit_by_unit():
     outer = {"outer_dp_sharding_strategy": "optim"}
     rows = {

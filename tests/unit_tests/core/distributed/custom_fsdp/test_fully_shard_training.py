@@ -105,6 +105,7 @@ def test_parity_on_three_ranks():
     _share(3)
 
 
+@pytest.mark.grid
 def test_parity_on_four_ranks():
     _share(4)
 

@@ -92,6 +92,7 @@ def compare(placement, m, costs, limits):
     return cost, best
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("kind", "p", "m", "wholes"),
     [pytest.param(*case, marks=[pytest.mark.full] * (case[:3] in LONG)) for case in CASES],

@@ -22,6 +22,7 @@ def test_gaps_to_the_bound(schedule, median, worst):
     assert max(found) <= worst
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("schedule", ["zb-1p", "zb-2p", "zbv"])
 def test_no_search_is_worse_than_the_rival(schedule):
     for ranks, setting in ((2, 0), (3, 5), (4, 1), (5, 7), (8, 0)):
