@@ -1,5 +1,6 @@
 """Every case of tests/functional_tests/cases, as `tools/functional_tests.py run` has it; a few in every suite."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -79,7 +80,10 @@ def interrupted(folder, *launcher, environ=os.environ):
     ]
     metrics = folder / "out" / "endless" / "checkpoints" / "metrics.jsonl"
     variables = {**environ, "OF_A_CASE": str(folder)}
-    with subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True) as run:
+    heard = functools.partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # which a suite in the background ignores
+    with subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True, preexec_fn=heard) as run:
         while not metrics.exists() or "lm loss" not in metrics.read_text():
             assert run.poll() is None, run.stderr.read()
             time.sleep(0.05)
