@@ -13,6 +13,7 @@ once. Calls that have returned before are not on the stack: what computes a valu
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import runpy
@@ -203,15 +204,15 @@ def traced() -> dict[Leg, list[Function]]:
     """Both runs, as forks of this process. Raises RuntimeError with their words where one fails."""
     from tools.forked_ranks import TRAINER, ForkedRank
 
-    __import__(TRAINER)
+    importlib.import_module(TRAINER)
     seen: dict[Leg, list[Function]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, flags in enumerate((RUN, RESUMED)):
             out, log = Path(folder, f"{number}.json"), Path(folder, f"{number}.log")
-            with socket.socket() as free, log.open("w") as words:
+            with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-                free.close()
+            with log.open("w") as words:
                 line = [__file__, "--watch", str(out), *flags]
                 ranks = [ForkedRank(line, _variables(rank, port), (words, words)) for rank in range(RANKS)]
                 statuses = [rank.wait() for rank in ranks]

@@ -51,7 +51,8 @@ class RunEstimate:
 
 def estimate_json(estimate: RunEstimate) -> dict[str, Any]:
     """Of --check-config --json."""
-    return {"ranks": [_rank_json(one) for one in estimate.ranks], "host_bytes": estimate.host_bytes}
+    ranks = [_rank_json(one) for one in estimate.ranks]
+    return {"ranks": ranks, "host_bytes": estimate.host_bytes, "microbatches": estimate.microbatches}
 
 
 def _rank_json(one: RankEstimate) -> dict[str, Any]:

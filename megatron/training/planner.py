@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.gpt.stage_layers import StageLayersError
 from megatron.core.pipeline_parallel.plan.auto import fastest
-from megatron.core.pipeline_parallel.plan.budget_search import joint
+from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit
 from megatron.core.pipeline_parallel.plan.build import order_within_limits, plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
@@ -196,7 +196,7 @@ def within(model: StagedModel, budget: RankBudget, costs: ModelCosts) -> Schedul
         for spec in specs
         for asked, sizes in budget.rows
     ]
-    best, reasons = joint(every, model.num_microbatches)
+    best, reasons = fastest_within_limit(every, model.num_microbatches)
     return dataclasses.replace(best.spec, reasons=(*reasons, *impossible))
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.core import optional
 from megatron.core.models.gpt.stage_layers import StageLayersError, layer_map_lines
 from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.pipeline_parallel.plan.ir import PlanError
@@ -29,6 +27,9 @@ from megatron.training.config.rule_table import refusal, spelled
 from megatron.training.config.rules_training import MAX_VOCABULARY_BYTES, unusable_files
 from megatron.training.config.saved_config import NOT_HERE, is_elsewhere, shape_elsewhere
 
+if TYPE_CHECKING:
+    from megatron.training.planner import Planner
+
 _SHOWN_GROUPS = 8
 MOST_LAYERS = 4096  # that are built to say what ranks hold: some seconds
 _OTHER_MODELS = {  # headings of docs/roadmap.md, as verdicts on flags name them
@@ -41,6 +42,7 @@ _OTHER_MODELS = {  # headings of docs/roadmap.md, as verdicts on flags name them
     )
 }
 _T = TypeVar("_T")
+Estimator = Callable[[Config, "Planner"], RunEstimate]  # raises PlanError
 _Section = tuple[Any, list[str]]  # of the JSON object and of the text
 
 
@@ -57,19 +59,11 @@ class Report:
     estimate: RunEstimate | None = None
 
 
-def described_or_why(config: Config) -> tuple[Config, str]:
-    """With the description of its model, and why there is none."""
-    if not optional.available("torch"):
-        return config, "torch is not installed here, with which a model is looked at"
-    if shape_elsewhere(config.checkpoint):
-        return config, ""
-    # By name: whoever parses flags does so before torch is imported.
-    return importlib.import_module("megatron.training.run.describe").described(config), ""
-
-
-def build_report(config: Config, problems: Sequence[Problem], undescribed: str = "") -> Report:
+def build_report(
+    config: Config, problems: Sequence[Problem], undescribed: str = "", estimated: Estimator | None = None
+) -> Report:
     """Compute what can be computed of a configuration, sound or not. undescribed: why nobody has looked at its model;
-    problems and an incomplete shape say so by themselves."""
+    problems and an incomplete shape say so by themselves. estimated: says what ranks of a described model hold."""
     grid, part, spec = _or_none(config.grid), _or_none(config.world_part), None
     experts = None if part is None else part.experts
     config = with_vocabulary(config)
@@ -81,7 +75,7 @@ def build_report(config: Config, problems: Sequence[Problem], undescribed: str =
         if planner is not None and (ddp := planner.sharded(config.ddp)) != config.ddp:
             config = config.replace(data_parallel_sharding_strategy=ddp.data_parallel_sharding_strategy)
     warnings, files = config.warnings, _not_found(config)
-    estimate = None if problems else _estimate(config)
+    estimate = None if problems or estimated is None else _estimate(config, estimated)
     values, kept = config.flat() | _plain(config.extra), ("rule", "flags", "message", "fix")
     sections: dict[str, _Section] = {
         "config": (values, []),
@@ -115,13 +109,12 @@ def render_text(report: Report) -> str:
     return report.config.to_yaml() + "\n".join(lines) + "\n"
 
 
-def _estimate(config: Config) -> RunEstimate | None:
+def _estimate(config: Config, estimated: Estimator) -> RunEstimate | None:
     """What ranks hold; None of a model that is not described or has very many layers, and where there is no plan."""
     if config.description is None or len(config.description.layers) > MOST_LAYERS:
         return None
     if (planner := _or_none(config.planner)) is None:
         return None
-    estimated = importlib.import_module("megatron.training.run.rehearse.estimated").estimated
     return _or_none(functools.partial(estimated, config, planner))
 
 

@@ -24,11 +24,11 @@ THREADS_OF_PROCESS, THREADS_OF_COMMUNICATOR = 8, 3
 
 
 class SystemLimitError(ValueError):
-    """The system gives this process less than the run needs (exit status 2)."""
+    """The system gives this process less than the run needs (exit status 2). of_memory: it is memory that is short."""
 
-    @property
-    def of_memory(self) -> bool:
-        return str(self).startswith("out of memory")
+    def __init__(self, message: str, *, of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.of_memory = of_memory
 
 
 def _communicators(config: Config, env: LaunchEnv) -> list[int]:
@@ -121,14 +121,19 @@ def limit_behind(error: BaseException) -> SystemLimitError | None:
         if seen is None:
             break
         if (message := _limit_message(seen)) is not None:
-            frames = traceback.extract_tb(seen.__traceback__)[
-                -1:
-            ]  # where it hit, in place of the whole traceback
-            return SystemLimitError(
-                message + "".join(f" (in {at.name}, {at.filename}:{at.lineno})" for at in frames)
-            )
+            # Where it hit, in place of the whole traceback.
+            frames = traceback.extract_tb(seen.__traceback__)[-1:]
+            message += "".join(f" (in {at.name}, {at.filename}:{at.lineno})" for at in frames)
+            return SystemLimitError(message, of_memory=_is_of_memory(seen))
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    number = error.errno if isinstance(error, OSError) else None
+    return (
+        isinstance(error, MemoryError) or number == errno.ENOMEM or bool(_MEMORY.search(str(error).lower()))
+    )
 
 
 def _limit_message(error: BaseException) -> str | None:
@@ -146,7 +151,7 @@ def _limit_message(error: BaseException) -> str | None:
             f"shared memory is full: /dev/shm has {_shared_bytes()} bytes free; give the container more (docker "
             "run --shm-size), or load data with --num-workers 0"
         )
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or _MEMORY.search(lower):
+    if _is_of_memory(error):
         told = f" ({text.splitlines()[0]})" if text else ""
         return (
             f"out of memory{told}: address space is limited to {_shown(resource.RLIMIT_AS)} bytes (ulimit -v), "

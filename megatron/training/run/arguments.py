@@ -38,7 +38,7 @@ from megatron.training.config.problems import (
 )
 from megatron.training.config.resolve import Machine, resolve
 from megatron.training.config.rule_table import RuleContext
-from megatron.training.config.rules import broken_rules, inert_flags, plan_problems
+from megatron.training.config.rules import broken_rules, inert_flags
 from megatron.training.config.training_config import CheckpointConfig
 from megatron.training.guard.console import guard_console, on_terminal, terminal_width
 from megatron.training.guard.exit_status import (
@@ -286,20 +286,12 @@ def _report(config: Config, problems: list[Problem], env: LaunchEnv) -> list[Pro
     if env.local_rank != 0:
         return problems
     # parsing flags imports no search, and a report draws plans
-    from megatron.training.config.check_config import (
-        build_report,
-        described_or_why,
-        render_json,
-        render_text,
-        with_vocabulary,
-    )
+    from megatron.training.config.check_config import render_json, render_text
     from megatron.training.config.config_page import render_page
+    from megatron.training.run.rehearse.checked import checked
 
-    undescribed = ""
-    if not problems:
-        config, undescribed = described_or_why(with_vocabulary(config))
-        problems = [] if undescribed else plan_problems(config, env)
-    report, width, full = build_report(config, problems, undescribed), _columns(1), config.training.full
+    report, problems = checked(config, problems, env)
+    width, full = _columns(1), config.training.full
     if config.training.json:
         told = render_json(report)
     else:

@@ -13,7 +13,7 @@ from megatron.estimate.peak import kinds_text, peak_lines
 from megatron.estimate.rank_account import RankAccount
 from megatron.training.report import metrics
 from megatron.training.run.parts import RunParts
-from megatron.training.run.rehearse.comparison import account_of, parts_of
+from megatron.training.run.rehearse.comparison import account_of, parts_of, why_no_account
 from megatron.training.state import StepTask
 
 
@@ -39,8 +39,9 @@ class PlannedMemory:
         lines = [
             metrics.theoretical_memory_line(rank, *self._ranks[rank][:2]) for rank in sorted(self._ranks)
         ]
-        unknown = "--report-theoretical-memory: not known of a model that the flags do not describe"
-        self._parts.session.print_rank_0(*(lines or [unknown]))
+        described = self._parts.engine.is_described
+        why = why_no_account(self._parts.session.config, is_described=described) or "the plan does not fit"
+        self._parts.session.print_rank_0(*(lines or [f"--report-theoretical-memory: not known: {why}"]))
 
     def after_step(self, task: StepTask) -> None:
         """What the fullest pipeline rank holds of each kind at most, beside what was planned; once, when a second step
@@ -95,7 +96,7 @@ def _account(parts: RunParts, num_microbatches: int) -> RankAccount | None:
     """Of this rank; None where nobody has looked at its model."""
     session, engine, spec = parts.session, parts.engine, parts.pipeline.spec
     description = session.config.description
-    if description is None or not engine.is_described:
+    if description is None or why_no_account(session.config, is_described=engine.is_described):
         return None
     if spec.keeps_gathered:
         description = description.gathered or description

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron.core
 from megatron.training.run.arguments import launch_config
 from tests.harness.launch_lines import SMALL
 
@@ -151,10 +152,12 @@ def test_a_senseless_launcher_is_status_2():
 
 def test_flags_are_parsed_and_refused_without_a_search():
     """Whatever chooses and searches is there only once a model is described."""
+    sought = "build candidate auto budget_search activation_share search passes".split()
+    folder = Path(megatron.core.__file__).parent / "pipeline_parallel" / "plan"
+    assert set(sought) <= {path.stem for path in folder.iterdir()}
     code = (
         "import sys; from megatron.training.run.arguments import ConfigurationError, parse_config\n"
-        "sought = 'build candidate auto joint activation_share search passes'.split()\n"
-        "plan = 'megatron.core.pipeline_parallel.plan.'\n"
+        f"sought, plan = {sought!r}, 'megatron.core.pipeline_parallel.plan.'\n"
         "def told(*more):\n"
         "    try: parse_config([*sys.argv[1:], *more]); said = 'sound'\n"
         "    except ConfigurationError: said = 'refused'\n"

@@ -30,7 +30,9 @@ _LOOK, _ROUNDS = 16, ((45, 12, 1.3), (None, 6, 1.1))
 
 
 @without_collector()
-def joint(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> tuple[Judged, tuple[str, ...]]:
+def fastest_within_limit(
+    candidates: Sequence[ScheduleSpec], num_microbatches: int
+) -> tuple[Judged, tuple[str, ...]]:
     """The best of the candidates, and a line for each that says why. candidates: each with units, a residency that has
     a limit, and what the wire costs.
 
@@ -104,7 +106,7 @@ def named(spec: ScheduleSpec) -> str:
 
 def judge(spec: ScheduleSpec, num_microbatches: int) -> Judged:
     """The best plan of one candidate."""
-    return joint((spec,), num_microbatches)[0]
+    return fastest_within_limit((spec,), num_microbatches)[0]
 
 
 def _nothing_fits(candidates: Sequence[ScheduleSpec], num_microbatches: int) -> str:

@@ -49,6 +49,13 @@ def batch_bytes(config: Config) -> int:
     return tokens * length * (3 * 8 + 4 + (length if masked else 0))
 
 
+def why_no_account(config: Config, *, is_described: bool) -> str:
+    """Why no account says what ranks hold; empty where one does. is_described: the model is the one of the flags."""
+    if config.parallel.enable_optimizer_post_validation:
+        return "steps are made before they are decided on"
+    return "" if is_described else "the model is your own"
+
+
 def account_of(plan: Plan, spec: ScheduleSpec, rank: int, parts: RankParts) -> RankAccount:
     """Of a pipeline rank."""
     units = None if spec.stages_units is None else rank_units(plan.placement, spec.stages_units)[rank]

@@ -48,7 +48,7 @@ from megatron.training.run.describe import described, described_model
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.pipeline_memory import settle
-from megatron.training.run.rehearse.comparison import account_of, differences, parts_of
+from megatron.training.run.rehearse.comparison import account_of, differences, parts_of, why_no_account
 from megatron.training.run.session import new_timers, with_vocabulary
 from megatron.training.run.step import StepRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
@@ -81,7 +81,6 @@ class RehearsedRank:
     rank: int
     pp_rank: int
     plan: Plan
-    purpose: PlanPurpose
     engine: Engine
     runner: PipelineRunner
     at_rest: Mapping[str, int]
@@ -108,13 +107,13 @@ def rehearse(config: Config, model_provider: ModelProvider, forward_step: Forwar
         f"rehearsal of {counted(config.world_size, 'rank')}: {counted(STEPS, 'step')} of one rank of each of "
         f"{counted(len(ranks), 'pipeline stage')}, schedule {spec.schedule}, on tensors without memory"
     )
-    described = all(one.engine.is_described for one in ranks) and ranks[0].purpose is PlanPurpose.TRAIN
-    found = compared(config, ranks) if described else []
+    why = why_no_account(config, is_described=all(one.engine.is_described for one in ranks))
+    found = [] if why else compared(config, ranks)
     for one in ranks:
         say(f"pipeline rank {one.pp_rank}: at most {size_text(one.peak.total)}, in {one.peak.operation}")
     say("\n".join(peak_lines(fullest.blame)))
-    if not described:
-        say(f"not held against a plan's account: {_why_not(ranks[0])}")
+    if why:
+        say(f"not held against a plan's account: {why}")
     elif found:
         more = f"; {counted(len(found) - _SHOWN, 'more line')}" if len(found) > _SHOWN else ""
         say("\n".join(("ERROR: ranks held something else than was planned:", *found[:_SHOWN])) + more)
@@ -125,12 +124,6 @@ def rehearse(config: Config, model_provider: ModelProvider, forward_step: Forwar
             "is what was planned"
         )
     return int(ExitStatus.BUG) if found else 0
-
-
-def _why_not(one: RehearsedRank) -> str:
-    """Why no account says what ranks were to hold."""
-    own = not one.engine.is_described
-    return "the model is your own" if own else "steps are made before they are decided on"
 
 
 def rehearsed(
@@ -235,7 +228,6 @@ class _BuiltRank:
             ps.rank,
             ps.pp_rank,
             plan,
-            purpose,
             engine,
             runner,
             at_rest,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
-from megatron.core.pipeline_parallel.plan.budget_search import joint
+from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
@@ -288,7 +288,7 @@ def _chosen_again(
         for one in alike
     ]
     try:
-        best, reasons = joint(candidates, sizes[0])
+        best, reasons = fastest_within_limit(candidates, sizes[0])
         plan_for(best.spec, sizes[1], PlanPurpose.TRAIN)
     except PlanError as error:
         raise RankLimitError(

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.budget_search import joint, judge
+from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit, judge
 from megatron.core.pipeline_parallel.plan.candidate import least_bytes
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError
@@ -53,9 +53,9 @@ def test_the_choice_keeps_to_the_limit_and_none_that_fits_is_faster(seed):
             continue
     if not fitting:
         with pytest.raises(PlanError, match="nothing fits; the least is that of"):
-            joint(asked, 2 * ranks)
+            fastest_within_limit(asked, 2 * ranks)
         return
-    best, lines = joint(asked, 2 * ranks)
+    best, lines = fastest_within_limit(asked, 2 * ranks)
     assert max(best.peaks) <= limit
     assert best.simulation.merit == min(one.simulation.merit for one in fitting)
     assert len(lines) == 1 + len(asked)
@@ -63,7 +63,7 @@ def test_the_choice_keeps_to_the_limit_and_none_that_fits_is_faster(seed):
 
 
 def test_with_room_for_everything_nothing_is_gathered_twice():
-    best, _ = joint(candidates(2, 1e6, random.Random(0), (SHARDED,)), 4)
+    best, _ = fastest_within_limit(candidates(2, 1e6, random.Random(0), (SHARDED,)), 4)
     stages = best.spec.stages_units
     for rank, row in enumerate(best.plan.rows):
         names = {unit.name for stage in best.spec.local_stages(rank) for unit in stages[stage].units}
@@ -73,7 +73,7 @@ def test_with_room_for_everything_nothing_is_gathered_twice():
 def test_less_than_the_least_is_refused_with_its_parts():
     asked = candidates(2, 50.0, random.Random(0), (SHARDED,))
     with pytest.raises(PlanError, match=r"at rest, .* of units gathered and reduced, .* activations"):
-        joint(asked, 4)
+        fastest_within_limit(asked, 4)
     assert sum(least_bytes(asked[0])[0]) > 50.0
 
 
@@ -84,7 +84,7 @@ def test_what_would_hold_the_least_is_no_fixed_order_that_holds_more():
         "zbv",
     ]  # the first holds three microbatches, whatever the limit
     with pytest.raises(PlanError, match="the least is that of zbv"):
-        joint(asked, 6)
+        fastest_within_limit(asked, 6)
 
 
 @pytest.mark.parametrize("turn", [1, -1])
@@ -95,5 +95,5 @@ def test_steps_are_compared_by_their_time_not_by_the_share_of_work_in_it(turn):
     times = {one.schedule: judge(one, 4).simulation for one in (even, uneven)}
     assert times["1f1b"].cost < times["zb-1p"].cost
     assert times["1f1b"].bubble_rate > times["zb-1p"].bubble_rate
-    best, _ = joint([even, uneven][::turn], 4)
+    best, _ = fastest_within_limit([even, uneven][::turn], 4)
     assert best.spec.schedule == "1f1b"

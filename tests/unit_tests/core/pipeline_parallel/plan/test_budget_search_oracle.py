@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from megatron.core.pipeline_parallel.plan.budget_search import joint
+from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
@@ -65,7 +65,7 @@ def against_the_optimum(total, count, seed):
     """The choice over the optimum; None where nothing fits."""
     asked = small(count, random.Random(seed))
     try:
-        best, _ = joint(asked, total)
+        best, _ = fastest_within_limit(asked, total)
     except PlanError:
         assert fastest(asked[0], total, 1e4) is None, (total, count, seed)
         return None
@@ -171,7 +171,7 @@ def keeps_its_promises(seed):
     asked, total = random_candidates(random.Random(seed))
     simple = min(simple_costs(asked, total), default=None)
     try:
-        best, _ = joint(asked, total)
+        best, _ = fastest_within_limit(asked, total)
     except PlanError:
         assert simple is None, (seed, simple)
         return
