@@ -8,6 +8,7 @@ from megatron.core import available_memory
 from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, TRANSIENT
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
+from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.words import size_text
 from megatron.estimate.peak import kinds_text, peak_lines
 from megatron.estimate.rank_account import RankAccount
@@ -78,18 +79,22 @@ class PlannedMemory:
             lines += [f"planned: {first}", *rest]
         return lines
 
-    def when_lost(self, peer: int | None) -> list[str]:
+    def when_lost(self, error: BaseException) -> list[str]:
         """What a lost rank was to hold, beside what its container has: the kernel kills without a word."""
-        grid, limit = self._parts.session.ps.grid, size_text(available_memory.total_bytes())
-        planned = None if peer is None else self._ranks.get(grid.coordinates(peer)["pp"])
-        if planned is None or self._parts.session.device.kind != "cpu":
+        session = self._parts.session
+        if not isinstance(error, PeerLostError) or session.device.kind != "cpu":
             return []
-        most, operation = planned[1:]
-        return [
-            f"rank {peer} was planned to hold at most {size_text(most)}, in {operation}; this machine or its control "
-            f"group has {limit} for {self._parts.session.env.local_world_size} of the ranks: what the kernel kills for "
-            "memory leaves no other trace"
-        ]
+        peers = [rank for rank in error.ranks if rank != error.rank] if error.peer is None else [error.peer]
+        known = {rank: self._ranks.get(session.ps.grid.coordinates(rank)["pp"]) for rank in peers}
+        planned = [one[1:] for one in known.values() if one is not None]
+        if not planned:
+            return []
+        most, operation = max(planned)
+        who = f"rank {peers[0]}" if len(peers) == 1 else "the lost rank"
+        room, ranks = size_text(available_memory.total_bytes()), session.env.local_world_size
+        told = f"{who} was planned to hold at most {size_text(most)}, in {operation}; this machine or its control "
+        told += f"group has {room} for {ranks} of the ranks: what the kernel kills for memory leaves no other trace"
+        return [told]
 
 
 def _account(parts: RunParts, num_microbatches: int) -> RankAccount | None:

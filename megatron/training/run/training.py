@@ -175,7 +175,7 @@ class _Run:
             error = TrainingExit(stopped_status(self.config.checkpoint.save), str(error))
         status = status_of(error, STATUS_TABLE)
         if not isinstance(error, RAISED_ALIKE) or self.env.local_rank == 0:
-            lost = [] if memory is None else memory.when_lost(getattr(error, "peer", None))
+            lost = [] if memory is None else memory.when_lost(error)
             self._report(error, None if watchdog is None else lambda: "\n".join([watchdog.diagnose(), *lost]))
         elif is_stopped:  # perhaps no other rank was
             leave_exit_json(status, str(error), **self._record_of(status))
