@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
 from megatron.core.pipeline_parallel.plan.held.lanes import (
     LANES,
     Held,
+    LaneCosts,
     LaneRow,
     Lanes,
     Moves,
@@ -29,7 +30,7 @@ from megatron.core.pipeline_parallel.plan.held.lanes import (
 from megatron.core.pipeline_parallel.plan.held.row_uses import WholeGradients
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Use
 from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, RawOp
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 
 
 def walk_row(
