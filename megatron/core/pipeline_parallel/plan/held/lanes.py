@@ -83,7 +83,7 @@ class Lanes:
 
     stages: tuple[StageUnits, ...]
     residency: Residency
-    costs: LaneCosts
+    costs: LaneCosts = LaneCosts()
 
 
 class Held(NamedTuple):

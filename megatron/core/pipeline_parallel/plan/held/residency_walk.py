@@ -19,7 +19,6 @@ from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
 from megatron.core.pipeline_parallel.plan.held.lanes import (
     LANES,
     Held,
-    LaneCosts,
     LaneRow,
     Lanes,
     Moves,
@@ -48,7 +47,7 @@ def walk_row(
     freed in use or left gathered (V2), where a reduction has nothing to sum, comes too early or is missing (V3), and
     where sums over instances do not follow each unit's last reduction, once (V11).
     """
-    lanes = Lanes(tuple(units.stages), residency, LaneCosts())
+    lanes = Lanes(tuple(units.stages), residency)
     return RowWalk(row, units, lanes, costs=costs, forward_only=forward_only, every=boundaries).run()
 
 

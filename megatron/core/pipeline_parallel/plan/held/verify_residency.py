@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes, lane_of
+from megatron.core.pipeline_parallel.plan.held.lanes import Lanes, lane_of
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses, grouping_of
 from megatron.core.pipeline_parallel.plan.held.units import (
@@ -167,7 +167,7 @@ class _WalkByWords(RowWalk):
     """Which accesses read or complete a unit is not known: gradients count as added when their computation begins."""
 
     def __init__(self, row: Row, units: RankUnits, words: PlannedResidency) -> None:
-        super().__init__(row, units, Lanes(tuple(units.stages), Residency(words.strategy), LaneCosts()))
+        super().__init__(row, units, Lanes(tuple(units.stages), Residency(words.strategy)))
         self._added: Counter[tuple[int, int]] = Counter()  # microbatches by (stage, unit)
         self._reductions: Counter[int] = Counter()
         self._grouping = words.grouping
