@@ -148,7 +148,7 @@ def possible_parallel_cases() -> Iterator[ExpertParallelCase]:
     every = ("tp", "pp", "ep", "etp", "strategy", "instances", "schedule")
     choices = ExpertParallelCase.choices
     drawn = {name: choices[name] for name in choices if name not in (*every, "sp")}
-    yield from _possible(ExpertParallelCase, every, drawn, 12)
+    yield from _possible(ExpertParallelCase, every, drawn, 16)
 
 
 def _possible(
