@@ -25,13 +25,24 @@ from torch import Tensor
 
 from megatron.core.available_memory import available_bytes
 
-# Multiplications of a 16-bit product, at most, that a CPU does in fp32 and rounds once, as kernels for 16 bits do.
-# Without instructions for bf16 these take 277 us for 32 x 192 times 192 x 64, which is 36 in fp32, casts among
-# them, and 40 times as long as fp32 for larger ones; there fp32 is bounded by its copies. With such instructions a call
-# costs 25 us before it computes, in which a core does 2^19 multiplications in fp32 with their casts.
-_HAS_BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-SHORT = 1 << (19 if _HAS_BF16 else 24)
-_HALVES = (torch.bfloat16, torch.float16)
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies such 16-bit numbers; kernels for them may be there without (AVX-512 alone)."""
+    kernels = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float16:
+        return bool(kernels._is_mkldnn_fp16_supported())
+    known = torch.cpu.get_capabilities()
+    emulated = known["architecture"] == "x86_64" and not (known["avx512_bf16"] or known["amx_bf16"])
+    return not emulated and bool(kernels._is_mkldnn_bf16_supported())
+
+
+# Products of 16-bit numbers of at most so many multiplications are computed in fp32 by a CPU and rounded once, as
+# kernels for 16 bits do; None: all of them. With instructions for a dtype a call of its kernel costs 25 us before it
+# computes, in which a core does 2^19 multiplications in fp32 with their casts. Without them torch's kernels take 277 us
+# for 32 x 192 times 192 x 64, which is 36 in fp32, and for large ones 40 times as long as fp32 (AVX2) or 4.4 (AVX-512).
+SHORT = {one: 1 << 19 if _has_instructions(one) else None for one in (torch.bfloat16, torch.float16)}
 
 DeviceKind = Literal["cpu", "cuda"]
 MEMORY_HISTORY = 100_000  # allocations that torch remembers, as many as Megatron has it do
@@ -274,26 +285,55 @@ def new_generator(where: torch.device, seed: int) -> torch.Generator | None:
 
 
 LAUNCHES_WORTH = 16
+_SIDE = 512  # rows and columns of a product that are in fp32 at a time
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., n, k] times b [k, m], in their dtype; see `SHORT`."""
-    if is_short(a, b):
-        return (a.float() @ b.float()).to(a.dtype)
-    return a @ b
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [..., n, k] times b [k, m], in their dtype; see `SHORT`. out: [n, m], for a [n, k]."""
+    if goes_by_fp32(a, b):
+        return _by_fp32(a, b, None, out)
+    return torch.mm(a, b, out=out) if a.dim() == 2 else a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k] times weight [m, k] transposed, and bias [m], in their dtype; see `SHORT`."""
-    if is_short(x, weight):
-        wide = None if bias is None else bias.float()
-        return F.linear(x.float(), weight.float(), wide).to(x.dtype)
+    if goes_by_fp32(x, weight):
+        return _by_fp32(x, weight.t(), bias)
     return F.linear(x, weight, bias)
 
 
-def is_short(a: Tensor, b: Tensor) -> bool:
+def goes_by_fp32(a: Tensor, b: Tensor) -> bool:
     """Whether `product` takes 16-bit numbers in 32 bits; see `SHORT`."""
-    return a.dtype in _HALVES and kind_of(a.device) == "cpu" and a.numel() * b.numel() <= SHORT * a.shape[-1]
+    if a.dtype not in SHORT or kind_of(a.device) != "cpu":
+        return False
+    most = SHORT[a.dtype]
+    return most is None or a.numel() * b.numel() <= most * a.shape[-1]
+
+
+def is_emulated(x: Tensor) -> bool:
+    """Whether x has 16-bit numbers on a CPU without instructions that multiply them."""
+    return x.dtype in SHORT and SHORT[x.dtype] is None and kind_of(x.device) == "cpu"
+
+
+def _by_fp32(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Copies in fp32 are of `_SIDE` rows and columns at a time, so that they are a small part of large operands: none
+    of these where there is no memory."""
+    if a.dim() > 2:
+        return _by_fp32(a.flatten(0, -2), b, bias).unflatten(0, a.shape[:-1])
+    if len(a) <= _SIDE >= b.shape[1]:
+        matrix = b.float()
+        wide = a.float() @ matrix if bias is None else torch.addmm(bias.float(), a.float(), matrix)
+        return wide.to(a.dtype) if out is None else out.copy_(wide)
+    if a.is_meta:
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b)
+    out = a.new_empty(len(a), b.shape[1]) if out is None else out
+    for rows, of_rows in zip(a.split(_SIDE), out.split(_SIDE), strict=True):
+        wide = rows.float()
+        for place, part in enumerate(of_rows.split(_SIDE, 1)):
+            columns = slice(place * _SIDE, (place + 1) * _SIDE)
+            matrix = b[:, columns].float()
+            part.copy_(wide @ matrix if bias is None else torch.addmm(bias[columns].float(), wide, matrix))
+    return out
 
 
 def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
