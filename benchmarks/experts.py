@@ -11,8 +11,8 @@ are interleaved; ratios are medians over pairs, of CPU time, whole and of forwar
 fewer weights to update.
 
 bf16: theirs have fp32 weights and run under autocast, which torch's grouped product does not know: `plain` casts for it
-and `mixtral` does not, so that its experts are fp32. `plain-main`, `mixtral-main`: with our precision, bf16 weights that
-are rounded fp32 ones, and fp32 gradients.
+and `mixtral` does not, so that its experts are fp32. `plain-main`, `mixtral-main`: with our precision, bf16 weights
+that are rounded fp32 ones, and fp32 gradients.
 
 `bare`: what the products of all layers' MLPs take by themselves, in this dtype. `expected` is the dense step with its
 bare products replaced by those of experts that are equally busy.
@@ -82,7 +82,8 @@ def weights_of(trainer: OurTrainer) -> dict[str, Tensor]:
 
 
 class MainWeightsTrainer(PlainTrainer):
-    """One microbatch, also under autocast, with weights of `dtype`, into which fp32 main weights are rounded; gradients of these are fp32."""
+    """One microbatch, also under autocast, with weights of `dtype`, into which fp32 main weights are rounded, whose
+    gradients are fp32."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(model, dtype)
