@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.pipeline_parallel.plan.residency import groups_of
+from megatron.core.pipeline_parallel.plan.held.units import groups_of
 from tests.harness import launch
 from tests.harness.runs import assert_same_bits, assert_same_but_for_rounding, runs_of
 from tools import show_schedule

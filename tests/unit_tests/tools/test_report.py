@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, write_exit_json
 from megatron.training.report.metrics_file import MetricsFile
