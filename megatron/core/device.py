@@ -8,12 +8,9 @@ are written once.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import os
 import platform
-import resource
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -23,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron.core.available_memory import available_bytes
+from megatron.core.available_memory import available_bytes, heap_bytes, resident_bytes
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:
@@ -114,7 +111,7 @@ class Device:
                 torch.cuda.memory_reserved(self.index),
                 torch.cuda.max_memory_reserved(self.index),
             )
-        resident, peak = _resident_bytes()
+        resident, peak = resident_bytes()
         heap = heap_bytes()
         allocated = resident if heap is None else heap
         return MemoryFigures(allocated, max(peak, allocated), resident, peak)
@@ -302,17 +299,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def goes_by_fp32(a: Tensor, b: Tensor) -> bool:
-    """Whether `product` takes 16-bit numbers in 32 bits; see `SHORT`."""
+def goes_by_fp32(a: Tensor, b: Tensor | None = None) -> bool:
+    """Whether `product` takes 16-bit numbers in 32 bits; see `SHORT`. Without b: of any size."""
     if a.dtype not in SHORT or kind_of(a.device) != "cpu":
         return False
     most = SHORT[a.dtype]
-    return most is None or a.numel() * b.numel() <= most * a.shape[-1]
-
-
-def is_emulated(x: Tensor) -> bool:
-    """Whether x has 16-bit numbers on a CPU without instructions that multiply them."""
-    return x.dtype in SHORT and SHORT[x.dtype] is None and kind_of(x.device) == "cpu"
+    return most is None or (b is not None and a.numel() * b.numel() <= most * a.shape[-1])
 
 
 def _by_fp32(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -363,35 +355,3 @@ def set_threads(local_world_size: int, cores: int | None = None, *, threads: int
         threads = max(1, (available_cores() if cores is None else cores) // local_world_size)
     torch.set_num_threads(threads)
     return threads
-
-
-def heap_bytes() -> int | None:
-    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`); None where there is no such count."""
-    mallinfo2 = _mallinfo2()
-    info = mallinfo2() if mallinfo2 is not None else None
-    return None if info is None else int(info.uordblks + info.hblkhd)
-
-
-class _Mallinfo2(ctypes.Structure):
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
-
-
-@functools.cache
-def _mallinfo2() -> ctypes._NamedFuncPointer | None:
-    """The C library's function, where it has one (glibc >= 2.33)."""
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
-    if function is not None:
-        function.restype = _Mallinfo2
-    return function
-
-
-def _resident_bytes() -> tuple[int, int]:
-    """The resident set now, and its peak."""
-    if sys.platform == "linux":
-        with open("/proc/self/status") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        now, most = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # from kB
-        return now, most
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    return peak, peak

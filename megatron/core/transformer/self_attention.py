@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device import is_emulated, kind_of
+from megatron.core.device import goes_by_fp32, kind_of
 from megatron.core.module import ModelContext
 from megatron.core.tensor_parallel.functions import Kept, apply
 from megatron.core.tensor_parallel.mappings import TensorParallel
@@ -125,7 +125,7 @@ class CoreAttention(nn.Module):
     def kernel_backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of what was attended -> of q, k and v. Where 16-bit products are emulated, in fp32, which takes a
         ninth of the time of the kernel for 16 bits at 32 tokens and a third at 512; a sequence at a time."""
-        if not is_emulated(dy):
+        if not goes_by_fp32(dy):
             dq, dk, dv = _kernel_backward(dy, *kept, 0.0, True, scale=self.scale)
             return dq, dk, dv
         grads = [torch.empty_like(one) for one in kept[:3]]
@@ -138,7 +138,7 @@ class CoreAttention(nn.Module):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         probability = self.dropout if self.training else 0.0
-        if is_emulated(q) and mask is None and not probability and has_one_kernel(q, k):
+        if goes_by_fp32(q) and mask is None and not probability and has_one_kernel(q, k):
             return apply(_Kernel(self), q, k, v)
         allowed = None if mask is None else ~mask
         with seeded_default_generator(q.device, self.site.seed()) if probability else nullcontext():

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron.core import device as device_module
+from megatron.core.available_memory import heap_bytes
 from megatron.core.device import (
     Device,
     available_cores,
     current_device,
     device_in_use,
     elements_at_a_time,
-    heap_bytes,
     set_threads,
 )
 from tests.harness.live_peak import reset_peak
