@@ -229,7 +229,7 @@ class Run:
         buffer = self.engine.model.buffer
         found = []
         for name in buffer.names:
-            start, end = buffer.part(name, buffer.sharding.optimizer)
+            start, end = buffer.updated_part(name)
             found += part_pieces("", buffer.param_meta[name], part_of(name), start, end)
         return {name.removeprefix("."): parts for name, parts in _values(found).items()}
 
@@ -301,7 +301,7 @@ def _off_symmetry(engine: Engine) -> None:
             continue
         generator = torch.Generator().manual_seed(sum(name.encode()))
         noise = torch.empty(meta.global_shape, dtype=torch.float32).normal_(0, 0.1, generator=generator)
-        start, end = buffer.part(name, buffer.sharding.optimizer)
+        start, end = buffer.updated_part(name)
         for piece in part_pieces("", meta, buffer.main_weight_part(name), start, end):
             piece.tensor.add_(noise[piece.offset[0] : piece.offset[0] + len(piece.tensor)])
     buffer.copy_main_to_weights()

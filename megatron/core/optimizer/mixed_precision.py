@@ -231,7 +231,7 @@ class MixedPrecisionOptimizer(Stepper):
         tensors."""
         buffer, pieces = self.buffer, []
         for name in buffer.names:
-            start, end = buffer.part(name, buffer.sharding.optimizer)
+            start, end = buffer.updated_part(name)
             parts = {"main_weight": buffer.main_weight_part(name)} if buffer.has_own_main_weight(name) else {}
             memory = buffer.bucket_of(name)
             assert memory is not None, f"{name} is frozen"

@@ -85,7 +85,7 @@ def _told_of(piece: LocalPiece, wrong: str) -> str:
 
 def _nonfinite_weight(buffer: FlatBuffer, name: str, dtype: torch.dtype | None = None) -> str | None:
     """`nonfinite_place` of what this rank's optimizer updates of a weight. dtype: that it is rounded to."""
-    start, _ = buffer.part(name, buffer.sharding.optimizer)
+    start, _ = buffer.updated_part(name)
     part = buffer.main_weight_part(name)
     return nonfinite_place(buffer.param_meta[name], part.to(dtype or part.dtype), start)
 

@@ -160,6 +160,12 @@ class FlatBuffer:
             return 0, self._weights[name].numel()
         return arena.layout.part_of(name, arena.place, cut)
 
+    def updated_part(self, name: str) -> tuple[int, int]:
+        """Elements [start, end) of a trained parameter that this rank's optimizer updates: `main_weight_part`'s."""
+        arena = self.arena_of(name)
+        assert arena is not None, f"{name} is frozen"
+        return self.part(name, arena.sharding.optimizer)
+
     def weight_part(self, name: str) -> Tensor:
         """1-D: what this rank holds of a weight at rest. As `main_grad_part` and `main_weight_part`, memory in use; but
         where main weights alone rest, outside of `resting_weights`, a rounded copy, which torch refuses to write."""
