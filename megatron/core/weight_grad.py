@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.device import elements_at_a_time, kind_of, product
+from megatron.core.device import alike, elements_at_a_time, kind_of, product
 from megatron.core.protocols import GradListener, Operand, WeightGradSink
 
 # key, x, dy, ends as in `WeightGradSink.put`
@@ -81,7 +81,7 @@ def accumulate_wgrad(
     rows = max(1, WIDENED_ELEMENTS // inputs)
     if outputs > rows and kind_of(dy.device) == "cpu":
         # neither the narrow product nor its wide copy is ever whole
-        for part, columns in zip(main_grad.split(rows), dy.split(rows), strict=True):
+        for part, columns in alike([*zip(main_grad.split(rows), dy.split(rows), strict=True)]):
             add_gradient(part, product(columns, x), overwrite=overwrite, scale=scale)
     else:
         add_gradient(main_grad, product(dy, x), overwrite=overwrite, scale=scale)
