@@ -15,7 +15,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -258,28 +258,6 @@ def kind_of(where: torch.device) -> DeviceKind:
     if where.type == "meta":
         return _imagined_kind.get()
     return "cuda" if where.type == "cuda" else "cpu"
-
-
-_stands_for: ContextVar[int] = ContextVar("how many operations an operation without memory is", default=1)
-
-
-def stands_for() -> int:
-    """How many operations one that runs now, in this thread, is: see `alike`."""
-    return _stands_for.get()
-
-
-def alike(parts: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Parts that are worked on one after the other, all of one shape but the last. Of tensors without memory there may
-    be thousands: the first then stands for all of its shape."""
-    if len(parts) < 3 or not parts[0][0].is_meta:
-        yield from parts
-        return
-    before = _stands_for.set(len(parts) - 1)
-    try:
-        yield parts[0]
-    finally:
-        _stands_for.reset(before)
-    yield parts[-1]
 
 
 def default_generator(where: torch.device) -> torch.Generator:

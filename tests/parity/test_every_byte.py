@@ -68,6 +68,7 @@ def seeded_cases() -> list[ByteCase]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", seeded_cases(), ids=str)
 def test_every_category_at_every_boundary(case):
     config = parse_config(case.words, env=LaunchEnv(world_size=case.ranks))
@@ -79,17 +80,16 @@ def test_every_category_at_every_boundary(case):
         spec = mine.runner.spec
         parts = parts_of(config, spec, description, mine.engine.model)
         account = account_of(mine.plan, spec, mine.pp_rank, parts)
-        return differences(account, mine.seen), mine.peak.total / account.peak.total
+        return len(mine.seen), differences(account, mine.seen)
 
     def body(ctx):
         torch.set_num_threads(1)
         ps = ctx.make_ps(tp=case.tp, pp=case.pp, dp=case.dp, **instances_of(case))
         return against_account(steps_of(config, ps, pretrain_gpt.model_provider, pretrain_gpt.forward_step))
 
-    outcomes = [against_account(one) for one in together] + run_ranks(body, case.ranks, timeout=240.0)
-    assert [found for found, _ in outcomes] == [[]] * len(outcomes)
-    ratios = [ratio for _, ratio in outcomes]
-    print(case, ratios)
+    outcomes = [against_account(one) for one in together] + run_ranks(body, case.ranks, timeout=540.0)
+    assert [found for _, found in outcomes] == [[]] * len(outcomes)
+    assert all(operations > 4 for operations, _ in outcomes)
 
 
 def instances_of(case: ByteCase) -> dict[str, int]:

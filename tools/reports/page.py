@@ -89,9 +89,7 @@ def written(out_path: str | Path, content: str) -> Path:
     return out
 
 
-def charts(
-    runs: Runs, last: Mapping[str, Picture | None] | None = None, more: Sequence[Picture] = ()
-) -> str:
+def charts(runs: Runs, last: Mapping[str, Picture | None] | None = None, more: Sequence[Picture] = ()) -> str:
     """Charts by subject. last: by subject, one that stands behind its curves. more: of losses."""
     parts = [drawing.heading("Loss"), loss_chart(runs).figure(wide=True), *(chart.figure() for chart in more)]
     for subject, drawn in sections(runs):

@@ -114,7 +114,9 @@ def _gathered(own: Sequence[_Held], group: Group) -> tuple[tuple[int, bytes], ..
     return tuple(zip(group.ranks, everyone, strict=True))
 
 
-@functools.lru_cache(maxsize=1)  # in an imagined world all ranks of a model are in one process, and hear the same
+@functools.lru_cache(
+    maxsize=1
+)  # in an imagined world all ranks of a model are in one process, and hear the same
 def _model_order(
     told: tuple[tuple[int, bytes], ...], grid: RankGrid, experts: RankGrid
 ) -> tuple[dict[str, int], dict[tuple[str, tuple[int, ...]], int]]:
