@@ -53,10 +53,10 @@ from benchmarks.sleeping_stages import (
 )
 from benchmarks.sleeping_units import DP, SlowEngine, sharded, wire_of_ranks
 from megatron.core.pipeline_parallel.plan.build import build_plan
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.held.sends import Key
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, PlanError
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.simulate import Simulation
 from megatron.core.pipeline_parallel.runtime.executor import Executor
 from megatron.core.pipeline_parallel.runtime.p2p import P2P, Arrival, Message

@@ -13,11 +13,11 @@ from megatron.core.distributed.custom_fsdp.data_parallel_config import Distribut
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.plan_inputs import measured_wire
 from megatron.core.module import ModelUnit
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes, UnderWay, lane_of
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes, UnderWay, lane_of
 from megatron.core.pipeline_parallel.plan.held.units import Access, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import BW, REDUCE, W
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.pipeline_parallel.runtime.data_parallel_lane import UnitBoundaries
 from megatron.core.sharding_table import RankGroup

@@ -18,18 +18,18 @@ class ListExpressionError(ValueError):
     """The text is no list expression, or its list would be too long."""
 
 
-def parse_list_expression(text: str, max_items: int = MAX_ITEMS) -> tuple[int, ...] | int:
+def parse_list_expression(text: str) -> tuple[int, ...] | int:
     """An integer, or the list that digits, brackets, `+`, `*` and commas spell.
 
     `3` -> 3; `[0]*2+[1]` -> (0, 0, 1); `([1]+[0]*2)*2` -> (1, 0, 0, 1, 0, 0).
     Raises ListExpressionError for anything else.
     """
-    if len(text) > 4 * max_items:
+    if len(text) > 4 * MAX_ITEMS:
         raise ListExpressionError(f"list expression of {len(text)} characters is too long")
     try:
         if re.fullmatch(r"[\d\s\[\]()+*,]*", text, re.ASCII) is None:
             raise ValueError("unexpected characters")
-        return _list_value(ast.parse(text.strip(), mode="eval").body, max_items)
+        return _list_value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         why = error.msg if isinstance(error, SyntaxError) else str(error) or "too many brackets"
         raise ListExpressionError(
@@ -37,28 +37,28 @@ def parse_list_expression(text: str, max_items: int = MAX_ITEMS) -> tuple[int, .
         ) from None
 
 
-def _list_value(node: ast.expr, max_items: int) -> tuple[int, ...] | int:
+def _list_value(node: ast.expr) -> tuple[int, ...] | int:
     """Raises ValueError for what is neither a number nor a list of numbers."""
     value: object = None
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < _MAX_NUMBER:
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        value = tuple(_list_value(item, max_items) for item in node.elts)
+        value = tuple(_list_value(item) for item in node.elts)
     elif isinstance(node, ast.BinOp):
-        left, right = _list_value(node.left, max_items), _list_value(node.right, max_items)
+        left, right = _list_value(node.left), _list_value(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, tuple) and isinstance(right, tuple):
             value = left + right
         elif isinstance(node.op, ast.Mult) and isinstance(left, tuple) != isinstance(right, tuple):
             numbers, times = (left, right) if isinstance(left, tuple) else (right, left)
             assert isinstance(numbers, tuple)
             assert isinstance(times, int)
-            if len(numbers) * times > max_items:
-                raise ValueError(f"more than {max_items} items")
+            if len(numbers) * times > MAX_ITEMS:
+                raise ValueError(f"more than {MAX_ITEMS} items")
             value = numbers * times
     if not isinstance(value, tuple) or not all(isinstance(item, int) for item in value):
         raise ValueError("+ joins lists of numbers, * repeats one")
-    if len(value) > max_items:
-        raise ValueError(f"more than {max_items} items")
+    if len(value) > MAX_ITEMS:
+        raise ValueError(f"more than {MAX_ITEMS} items")
     return value
 
 
@@ -96,7 +96,7 @@ def strip_quotes(text: str) -> str:
     return text.strip().strip("'\"")
 
 
-def expand_layout(text: str, max_symbols: int = MAX_ITEMS) -> tuple[str, ...]:
+def expand_layout(text: str) -> tuple[str, ...]:
     """Stages of a pipeline layout string: `Et*2|(tt|)*5t|tmL` -> ("Ett", "tt", ..., "tmL").
 
     `|` ends a stage, `E` embedding, `t` layer, `m` MTP block, `L` loss, `*k` repeats a symbol or a
@@ -113,8 +113,8 @@ def expand_layout(text: str, max_symbols: int = MAX_ITEMS) -> tuple[str, ...]:
             open_groups.append("")
             continue
         piece, count = open_groups.pop() if match[1] == ")" else match[1], int(match[2] or 1)
-        if len(open_groups[-1]) + len(piece) * count > max_symbols:
-            raise ListExpressionError(f"layout {text[:80]!r}: more than {max_symbols} symbols")
+        if len(open_groups[-1]) + len(piece) * count > MAX_ITEMS:
+            raise ListExpressionError(f"layout {text[:80]!r}: more than {MAX_ITEMS} symbols")
         open_groups[-1] += piece * count
     if len(open_groups) > 1:
         raise ListExpressionError(f"layout {text[:80]!r}: a bracket is not closed")

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
 from megatron.core.pipeline_parallel.plan.held.sends import Key, most_sends, send_completion
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, Use
 from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, Plan, RawOp, W, op_text
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.estimate.description import ModelPiece
 from megatron.estimate.hidden_states import (
     SharedStates,

@@ -16,12 +16,14 @@ from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit
 from megatron.core.pipeline_parallel.plan.build import order_within_limits, plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
+from megatron.core.pipeline_parallel.plan.held.state_bytes import RankBudget
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import Figures
 from megatron.core.pipeline_parallel.plan.measuring.replan import MeasuredPlan, replanned
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, PlannedResidency, RankBudget, Residency
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, StageSpec
 from megatron.core.pipeline_parallel.plan.text import load_plan

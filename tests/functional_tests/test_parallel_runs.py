@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.pipeline_parallel.plan.residency import groups_of
+from megatron.core.pipeline_parallel.plan.held.units import groups_of
 from tests.harness import launch
 from tests.harness.runs import assert_same_bits, assert_same_but_for_rounding, runs_of
 from tools import show_schedule
@@ -64,6 +64,7 @@ def test_a_pipeline_is_one_process_bit_for_bit(run, ranks, flags):
     assert_same_bits(run(1, LOGGED), run(ranks, f"{LOGGED} {flags}"))
 
 
+@pytest.mark.grid
 def test_what_a_pipeline_says(run):
     one, two, looped = run(1, LOGGED), run(2, f"{LOGGED} {PP2}"), run(2, f"{LOGGED} {CHUNKS}")
     assert len(one.validation) == 4

@@ -15,11 +15,11 @@ import sys
 
 from megatron.core.pipeline_parallel.plan.budget_search import named
 from megatron.core.pipeline_parallel.plan.build import plan_for
-from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
+from megatron.core.pipeline_parallel.plan.held.state_bytes import RankBudget, StateBytes
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import REDUCE, UNSHARD
-from megatron.core.pipeline_parallel.plan.residency import RankBudget, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.sharding_table import STRATEGIES as ROWS

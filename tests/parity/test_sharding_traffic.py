@@ -111,7 +111,7 @@ def watch_case(ctx, case):
             units.units[one].name: (units.weight_bytes[one], units.grad_bytes[one])
             for one in range(len(units))
         },
-        bound=residency.ahead_of(units),
+        bound=residency.ahead_of(units.weight_bytes),
         peak=peak,
         planned_peak=walk.most.gathered,
         held=log.found,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.budget_search import named
 from megatron.core.pipeline_parallel.plan.build import plan_for
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose

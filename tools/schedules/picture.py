@@ -6,8 +6,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from megatron.core.pipeline_parallel.plan.held.units import groups_of
 from megatron.core.pipeline_parallel.plan.ir import HSDP_ALL_REDUCE, REDUCE, UNSHARD, Plan
-from megatron.core.pipeline_parallel.plan.residency import groups_of, over_ranks
+from megatron.core.pipeline_parallel.plan.residency import over_ranks
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, waiting_share
 from megatron.core.words import counted, plain, share_text, size_text
 from tools.drawing.lanes import Box, Bracket, Lane, Stack, Strip, lanes

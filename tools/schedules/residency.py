@@ -11,15 +11,15 @@ import dataclasses
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk
-from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits, UnitCosts, groups_of
 from megatron.core.pipeline_parallel.plan.held.verify_residency import verify_residency
 from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, PlanError, Row, op_text
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency, groups_of, over_ranks
+from megatron.core.pipeline_parallel.plan.residency import Residency, over_ranks
 from megatron.core.pipeline_parallel.plan.schedules import AUTO
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate
 from megatron.core.sharding_table import RankGroup

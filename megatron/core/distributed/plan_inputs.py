@@ -18,10 +18,9 @@ import torch
 from megatron.core.device import Device
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.module import ModelError
-from megatron.core.pipeline_parallel.plan.held.lanes import Moves
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Moves
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, differing
 from megatron.core.pipeline_parallel.plan.planned_residency import StepMoves
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.transport import collectives, host_data
 
 _REPEATS = 5

@@ -14,9 +14,8 @@ from megatron.core.datasets.gpt_dataset_config import DataConfig, indices_folder
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.parallelism_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
+from megatron.core.pipeline_parallel.plan.held.state_bytes import RankBudget, StateBytes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.residency import RankBudget
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.layer_table import layer_table

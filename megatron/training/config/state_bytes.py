@@ -9,8 +9,7 @@ from megatron.core.distributed.custom_fsdp.data_parallel_config import Distribut
 from megatron.core.distributed.custom_fsdp.shard_layout import ALIGNMENT, bucket_size_of
 from megatron.core.distributed.custom_fsdp.sharding import main_grads_dtype, main_params_dtype, residency_of
 from megatron.core.parallelism_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
-from megatron.core.pipeline_parallel.plan.residency import RankBudget
+from megatron.core.pipeline_parallel.plan.held.state_bytes import RankBudget, StateBytes
 from megatron.core.sharding_table import EXPERT_GROUPS, Sharding, ShardOver, ShardPlace, sharding_of
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # as flags have them

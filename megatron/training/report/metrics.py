@@ -32,7 +32,7 @@ class IterationRecord:
 
     losses: mean over the interval per name, "lm loss" first. elapsed_s: wall seconds per iteration. rollbacks:
     optimizer steps of the interval that post-validation has taken back. throughput_tflops: model TFLOP/s per device.
-    energy_j, power_w: per device, where the device can tell. tokens_per_s: of all ranks together. On a terminal's line
+    tokens_per_s: of all ranks together. On a terminal's line
     alone (`screen`): bubbles of the iteration, memory_bytes that this rank has held at most, eta in words.
     """
 
@@ -45,8 +45,6 @@ class IterationRecord:
     throughput_tflops: float | None = _said(
         "throughput per GPU (TFLOP/s/GPU): {:.{places}f}", "throughput", default=None
     )
-    energy_j: float | None = _said("energy per GPU (J/iter/GPU): {:.1f}", default=None)
-    power_w: float | None = _said("power per GPU (W/GPU): {:.1f}", default=None)
     learning_rate: float = _said("learning rate: {:.6E}", "learning-rate")
     decoupled_learning_rate: float | None = _said(
         "decoupled learning rate: {:.6E}", "decoupled-learning-rate", default=None

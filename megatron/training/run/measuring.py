@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.units import groups_of
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles, RankLimitError
 from megatron.core.pipeline_parallel.plan.planned_residency import (
@@ -22,7 +23,6 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
     planned_residency,
     start_up_lines,
 )
-from megatron.core.pipeline_parallel.plan.residency import groups_of
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text

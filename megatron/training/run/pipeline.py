@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron.core.distributed.custom_fsdp.unit_events import watch_units
 from megatron.core.distributed.plan_inputs import measured_moves, measured_wire, units_of_all_stages
 from megatron.core.optimizer.mixed_precision import RollbackBy
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.planned_residency import HeldBytes, StepMoves
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.post_validation.state import Go, Validation
 from megatron.core.pipeline_parallel.post_validation.validator import PostValidator

@@ -182,7 +182,7 @@ def test_units_are_gathered_in_one_call_whatever_their_types(world):
             assert torch.equal(output, expected.view(torch.uint8)), sizes[i]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.grid)])
 def test_units_are_reduced_in_one_call_to_the_sums_in_rank_order(world):
     """Every mix of types, with and without what is there already; the bits are those of the written-out sum."""
     fp64, fp32, bf16, fp16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -235,6 +235,7 @@ def test_units_are_reduced_in_one_call_to_the_sums_in_rank_order(world):
         assert torch.equal(again, before(0) + in_rank_order(parts))
 
 
+@pytest.mark.grid
 def test_a_share_of_four_ranks_may_lie_in_what_is_reduced():
     """The own slice is a part of the sum and its place: ranks 2 and 3 add it last."""
 
@@ -327,7 +328,7 @@ def test_units_of_a_group_of_one():
         collectives.all_gather_units([(half, full)], group)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "sum_gradients"])
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "sum_gradients", "all_to_all"])
 def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op, tmp_path):
     def body(ctx):
         ps = short_ps(ctx, 2)
@@ -342,6 +343,8 @@ def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op, tmp_path):
                 collectives.all_gather_units([(big, small)], ps.dp_group).wait()
             elif op == "reduce_scatter":
                 collectives.reduce_scatter_units([(small, big)], ps.dp_group, accumulate=True).wait()
+            elif op == "all_to_all":
+                collectives.all_to_all(torch.empty(len(big)), big, *[[1 << 16] * 3] * 2, ps.dp_group)
             else:
                 collectives.sum_gradients(big, ps.dp_group).wait()
         except PeerLostError as error:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.training.guard.exit_status import ExitRecord, ExitStatus, write_exit_json
 from megatron.training.report.metrics_file import MetricsFile
@@ -169,6 +168,7 @@ def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
     )
 
 
+@pytest.mark.grid
 def test_size_stays_small_for_long_runs(tmp_path):
     out = write_report(write_metrics(tmp_path, 30_000), tmp_path / "report.html")
     assert out.stat().st_size < 2_000_000

@@ -8,11 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.ir import Kind
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from tests.harness import unit_stages
 from tests.harness.measured_runs import lowered, simulate
 from tools.drawing.page import ZOOM

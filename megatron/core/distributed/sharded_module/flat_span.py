@@ -97,6 +97,10 @@ class TensorPart(Tensor):
         """1-D: of a tensor of this one's shape, sharded or whole, this rank's elements."""
         raise NotImplementedError
 
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, a copy on every rank. Communicates over the ranks that hold it."""
+        raise NotImplementedError
+
     def refusal(self, asked: str) -> ModelError:
         """asked: what this rank's part is not enough for."""
         raise NotImplementedError

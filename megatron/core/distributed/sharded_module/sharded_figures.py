@@ -1,7 +1,5 @@
-"""Figures of sharded tensors: sums, norms, extremes, truth values of all elements, over all ranks that hold some.
-
-Sums over ranks are made in fp64, so a norm does not depend on how a tensor is cut.
-"""
+"""Sums and norms of all elements of sharded tensors, over all ranks that hold some: of sums over ranks in fp64, so that
+no norm depends on how a tensor is cut. Other figures are those of the whole tensor, which is gathered for them."""
 
 from __future__ import annotations
 
@@ -17,24 +15,18 @@ from megatron.core.distributed.sharded_module.flat_span import TensorPart
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
 
-Options = dict[str, Any]
 
-
-def over_ranks(tensors: Sequence[Any], figures: Tensor, op: str) -> Tensor:
-    """figures [len(tensors)] fp64, of each one's part -> the sums or maxima over the ranks that hold it: one message
-    for all that the same ranks hold. Plain tensors' stay."""
-    together: dict[tuple[int, ...], tuple[tuple[Group, ...], list[int]]] = {}
+def over_ranks(tensors: Sequence[Any], figures: Tensor) -> Tensor:
+    """figures [len(tensors)] fp64, of each one's part -> their sums over the ranks that hold it: one message for all
+    that the same ranks hold. Plain tensors' stay."""
+    together: dict[tuple[Group, ...], list[int]] = {}
     for place, tensor in enumerate(tensors):
-        if isinstance(tensor, TensorPart):
-            groups = tensor.place.groups
-            together.setdefault(tuple(map(id, groups)), (groups, []))[1].append(place)
-    for groups, places in together.values():
+        together.setdefault(tensor.place.groups if isinstance(tensor, TensorPart) else (), []).append(place)
+    for groups, places in together.items():
         mine = figures[places]
-        if op == "max":  # to which NaN means nothing
-            mine = torch.stack((mine.nan_to_num(-math.inf, math.inf, -math.inf), mine.isnan().double()))
         for group in groups:
-            collectives.all_reduce(mine, group, op)
-        figures[places] = torch.where(mine[1] > 0, math.nan, mine[0]) if op == "max" else mine
+            collectives.all_reduce(mine, group)
+        figures[places] = mine
     return figures
 
 
@@ -42,49 +34,24 @@ def _owned(tensor: Any) -> Tensor:
     return tensor.place.owned(tensor.local) if isinstance(tensor, TensorPart) else tensor
 
 
-def total(tensor: Any, of: Callable[[Tensor], Tensor] = lambda one: one) -> Tensor:
-    """0-d fp64"""
-    return over_ranks([tensor], of(_owned(tensor).double()).sum().view(1), "sum")[0]
-
-
-def _largest(tensors: Sequence[Any], of: Callable[[Tensor], Tensor]) -> Tensor:
-    """[len(tensors)] fp64; -inf where there are no elements."""
-    parts = [of(_owned(one).double()).view(-1) for one in tensors]
-    found = torch.stack([part.max() if part.numel() else part.new_tensor(-math.inf) for part in parts])
-    return over_ranks(tensors, found, "max")
+def sums(tensors: Sequence[Any], of: Callable[[Tensor], Tensor] = lambda one: one) -> Tensor:
+    """[len(tensors)] fp64"""
+    return over_ranks(tensors, torch.stack([of(_owned(one).double()).sum() for one in tensors]))
 
 
 def norms(tensors: Sequence[Any], order: float) -> Tensor:
     """[len(tensors)] fp64: each one's norm over all ranks."""
-    if order == math.inf:
-        return _largest(tensors, torch.abs).clamp(min=0)
-    if order == -math.inf:
-        return -_largest(tensors, lambda one: -one.abs())
-    owned = [_owned(one) for one in tensors]
     if order == 2:
-        return over_ranks(tensors, squared_sums(owned), "sum").sqrt()
-    if order == 0:
-        return over_ranks(tensors, torch.stack([one.count_nonzero().double() for one in owned]), "sum")
-    powers = torch.stack([one.double().abs().pow(order).sum() for one in owned])
-    return over_ranks(tensors, powers, "sum").pow(1 / order)
+        return over_ranks(tensors, squared_sums([_owned(one) for one in tensors])).sqrt()
+    if 0 < order < math.inf:
+        return sums(tensors, lambda one: one.abs().pow(order)).pow(1 / order)
+    whole = (one.full_tensor() if isinstance(one, TensorPart) else one for one in tensors)
+    return torch.stack([torch.linalg.vector_norm(one.double(), order) for one in whole])
 
 
-def _variance(tensor: Any, options: Options) -> Tensor:
-    mean, correction = total(tensor) / tensor.numel(), options.get("correction")
-    freedom = tensor.numel() - (1 if correction is None else correction)
-    return total(tensor, lambda one: (one - mean).square()) / max(freedom, 0)
-
-
-# 0-d fp64 of a tensor and an operation's named arguments.
-FIGURES: dict[str, Callable[[Any, Options], Tensor]] = {
-    "sum": lambda one, _: total(one),
-    "mean": lambda one, _: total(one) / one.numel(),
-    "count_nonzero": lambda one, _: norms([one], 0)[0],
-    **dict.fromkeys(("max", "amax"), lambda one, _: _largest([one], lambda part: part)[0]),
-    **dict.fromkeys(("min", "amin"), lambda one, _: -_largest([one], lambda part: -part)[0]),
-    "any": lambda one, _: total(one, lambda part: part.ne(0).double()) > 0,
-    "all": lambda one, _: total(one, lambda part: part.eq(0).double()) == 0,
-    "linalg_vector_norm": lambda one, options: norms([one], float(options.get("ord", 2)))[0],
-    "var": _variance,
-    "std": lambda one, options: _variance(one, options).sqrt(),
+# [1] fp64 of a tensor and an operation's named arguments.
+FIGURES: dict[str, Callable[[Any, dict[str, Any]], Tensor]] = {
+    "sum": lambda one, _: sums([one]),
+    "mean": lambda one, _: sums([one]) / one.numel(),
+    "linalg_vector_norm": lambda one, options: norms([one], float(options.get("ord", 2))),
 }

@@ -4,7 +4,8 @@ elementwise   on this rank's part; whole tensors beside it are cut likewise, sin
 lists         the same for foreach and fused kernels
 views         of another shape in the same flat order
 random        drawn for the whole tensor and cut: ranks of one seed have the numbers that one process has
-over ranks    sums, norms, extremes of all elements, truth values (`sharded_figures.py`): communicate
+over ranks    sums and norms of all elements (`sharded_figures.py`); extremes, deviations, truth values of the whole
+              tensor, which is gathered for them: all ranks have to ask
 refused       everything else: it would need more than the rank's part
 """
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.sharded_module.flat_span import TensorPart
-from megatron.core.distributed.sharded_module.sharded_figures import FIGURES, norms, over_ranks, total
+from megatron.core.distributed.sharded_module.sharded_figures import FIGURES, norms
 from megatron.core.transport import collectives
 
 Args = tuple[Any, ...]
@@ -203,31 +204,16 @@ def _reduced(func: Any, args: Args, kwargs: Options) -> Any:
     dims = options.get("dim")
     dims = [dims] if isinstance(dims, int) else dims
     if dims and {dim % like.dim() for dim in dims} != set(range(like.dim())):
-        raise like.refusal(f"{_name(func)} over dims {dims}" if dims else _name(func))
+        raise like.refusal(f"{_name(func)} over dims {dims}")
+    if _name(func) not in FIGURES:
+        return _gathered(func, args, kwargs)
     expected = _of_whole(func, like, more, kwargs)  # its shape and dtype
-    if not isinstance(expected, Tensor):  # (values, indices)
-        raise like.refusal(_name(func))
     return FIGURES[_name(func)](like, options).to(expected.dtype).view(expected.shape)
 
 
-def _dot(func: Any, args: Args, kwargs: Options) -> Any:
-    return torch.mul(*args).sum()
-
-
-def _allclose(func: Any, args: Args, kwargs: Options) -> bool:
-    return bool(torch.isclose(*args, **kwargs).all())
-
-
-def _equal(func: Any, args: Args, kwargs: Options) -> bool:
-    like, (one, other) = _first(args), args
-    if one.shape != other.shape:
-        return False
-    differ = float(not torch.equal(*(like.part_of(tensor) for tensor in (one, other))))
-    return not over_ranks([like], like.local.new_tensor([differ], dtype=torch.float64), "max").item()
-
-
-def _item(func: Any, args: Args, kwargs: Options) -> Any:
-    return total(args[0]).to(args[0].dtype).item()  # the others hold nothing of its element
+def _gathered(func: Any, args: Args, kwargs: Options) -> Any:
+    """Of the whole tensors."""
+    return func(*(one.full_tensor() if isinstance(one, TensorPart) else one for one in args), **kwargs)
 
 
 def _unscale(func: Any, args: Args, kwargs: Options) -> None:
@@ -292,13 +278,12 @@ _BY_NAME: dict[str, Operation] = {
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     **dict.fromkeys(("detach", "alias", "lift_fresh"), _alias),
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze", "expand"), _view),
-    **dict.fromkeys(FIGURES, _reduced),
-    **dict.fromkeys(("dot", "vdot"), _dot),
-    **dict.fromkeys(("_local_scalar_dense", "is_nonzero"), _item),
+    **dict.fromkeys(
+        (*FIGURES, "max", "amax", "min", "amin", "any", "all", "var", "std", "count_nonzero"), _reduced
+    ),
+    **dict.fromkeys(("dot", "vdot", "equal", "allclose", "_local_scalar_dense", "is_nonzero"), _gathered),
     **dict.fromkeys(("is_pinned", "record_stream"), _of_part),
     "index_put_": _put_where,
-    "equal": _equal,
-    "allclose": _allclose,
     "_foreach_norm": _list_of_norms,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }

@@ -67,8 +67,7 @@ class UnitDriver:
         self.contributed = False
         self._held: dict[int, None] = {}  # gathered; of these:
         self._in_use: set[int] = set()
-        self._ahead: set[int] = set()
-        self._recomputed: dict[int, None] = {}  # run again, their backward comes soon
+        self._ahead: list[int] = []
         self._stack: list[nn.Module] = []  # whose forwards are under way
         self._forward = _Forward()
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
@@ -221,10 +220,9 @@ class UnitDriver:
         self._stack.pop()
         if unit is not None:
             self._watch(output, unit)
-            if not (self._by_step or self._units[unit].lasts or unit in self._entered):
+            # What runs again inside a backward has its own soon.
+            if not (self._by_step or self._units[unit].lasts or unit in self._entered or in_backward()):
                 self._in_use.discard(unit)
-                if in_backward() and unit in self._held:
-                    self._recomputed[unit] = None
         if not self._stack:
             self._end(output)
 
@@ -242,11 +240,11 @@ class UnitDriver:
 
     def _read(self, unit: Unit) -> None:
         """See [Note: modules that are not called]. Outside of forwards only the user asks, for a shape perhaps."""
-        if in_backward():
-            self._need(unit.index, ())
-        elif self._stack and unit.index not in self._forward.read:
+        first = unit.index not in self._forward.read
+        if not in_backward() and self._stack and first:
             self._forward.read[unit.index] = None
-            self._need(unit.index, ())
+        if in_backward() or (self._stack and first):
+            self._need(unit.index, self._ahead)
 
     def _watch(self, output: Any, unit: int) -> None:
         """Of several outputs the first counts."""
@@ -285,7 +283,6 @@ class UnitDriver:
             del self._entered[one]
         self._over(over)
         self._complete(over)
-        self._recomputed.pop(unit, None)
         for one in (*forward.read, unit):
             self._entered[one] = None
             if self._units[one].backward_reads:
@@ -304,23 +301,16 @@ class UnitDriver:
             self._gathers.wait(unit)
             return
         self._in_use.add(unit)
-        self._ahead.discard(unit)
-        self._free(self._held.keys() - self._in_use - self._ahead - self._recomputed.keys())
-        for other in tuple(self._recomputed):
-            if unit not in self._held and self._gathered + self._numel[unit] > self._bound:
-                self._free((other,))
-        self._gather(unit)
-        for other in upcoming:
-            if other not in self._held:
-                if self._gathered + self._numel[other] > self._bound:
-                    break
-                self._gather(other)
-                self._ahead.add(other)
+        room = self._bound - sum(self._numel[one] for one in self._in_use)
+        self._ahead = []
+        for other in (one for one in upcoming if one not in self._in_use):
+            if (room := room - self._numel[other]) < 0:
+                break
+            self._ahead.append(other)
+        self._free(self._held.keys() - self._in_use - {*self._ahead})
+        for other in (unit, *self._ahead):
+            self._gather(other)
         self._gathers.wait(unit)
-
-    @property
-    def _gathered(self) -> int:
-        return sum(self._numel[unit] for unit in self._held)
 
     def _gather(self, unit: int) -> None:
         if self._gathers.state(unit) is UnitState.SHARDED:  # nobody else reads it just now
@@ -329,8 +319,6 @@ class UnitDriver:
 
     def _free(self, units: Iterable[int]) -> None:
         for unit in tuple(units):
-            for kept in (self._held, self._recomputed):
-                kept.pop(unit, None)
-            self._ahead.discard(unit)
+            self._held.pop(unit, None)
             if self._gathers.state(unit) is not UnitState.SHARDED:
                 self._gathers.free(unit)

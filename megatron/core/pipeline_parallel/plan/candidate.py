@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.held.row_uses import RowUses
-from megatron.core.pipeline_parallel.plan.held.units import rank_units
+from megatron.core.pipeline_parallel.plan.held.units import are_shared, rank_units
 from megatron.core.pipeline_parallel.plan.ir import B, F, Plan, PlanError, W, compute
 from megatron.core.pipeline_parallel.plan.passes.add_residency import PlanSearch
 from megatron.core.pipeline_parallel.plan.passes.residency_rows import RowMaker
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
-from megatron.core.pipeline_parallel.plan.residency import are_shared
 from megatron.core.pipeline_parallel.plan.search.bounds import lower_bound, or_fused
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem
 from megatron.core.pipeline_parallel.plan.simulate import Simulation, simulate

@@ -11,16 +11,11 @@ from typing import Any, NamedTuple
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Moves
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Moves
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
-from megatron.core.pipeline_parallel.plan.held.units import rank_units
+from megatron.core.pipeline_parallel.plan.held.units import rank_units, residency_note
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError
-from megatron.core.pipeline_parallel.plan.residency import (
-    LaneCosts,
-    PlannedResidency,
-    Residency,
-    over_ranks,
-)
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency, over_ranks
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.sharding_table import RankGroup
@@ -249,7 +244,7 @@ def kept_groupings(
     takes, and a line for the log for each size where it does not, and its own groups are others."""
     if spec.residency is None or spec.stages_units is None:
         return {}, []
-    own = PlannedResidency.of(spec.residency, spec.stages_units, ())
+    own = residency_note(spec.residency, spec.stages_units, ())
     alike = {size: one for size, one in saved.items() if dataclasses.replace(one, grouping=()) == own}
     lines = []
     for size in (one for one in saved if one not in alike):

@@ -8,15 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core import schema
 from megatron.core.sharding_table import STRATEGIES, RankGroup, Sharding, ShardOver, ShardPlace
 from megatron.core.words import counted
-
-if TYPE_CHECKING:  # a plan names what it was made for, and units speak of a plan's operations
-    from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
-    from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, UnitCosts
 
 POLICIES = ("memory", "backward", "step", "budget")
 
@@ -36,18 +32,7 @@ _WORDS = {
 }
 
 
-def groups_of(stages: Iterable[StageUnits]) -> tuple[RankGroup, ...]:
-    """The groups of ranks that have to do with any unit."""
-    every = (share.group for stage in stages for unit in stage.units for share in unit.shares)
-    return tuple(dict.fromkeys(every))
-
-
-def are_shared(stages: Iterable[StageUnits]) -> bool:
-    """Whether ranks share anything; without, a plan has no operations of data parallelism."""
-    return any(group.size > 1 for group in groups_of(stages))
-
-
-def _of_several(groups: Iterable[RankGroup]) -> tuple[RankGroup, ...]:
+def of_several(groups: Iterable[RankGroup]) -> tuple[RankGroup, ...]:
     return tuple(sorted((one for one in groups if one.size > 1), key=lambda one: one.name))
 
 
@@ -109,11 +94,11 @@ class Residency:
         """Whether weights are whole at rest, and gathered once behind each step of the optimizer."""
         return not self.weights_sharded and self.row.optimizer is not ShardOver.NONE
 
-    def ahead_of(self, units: RankUnits) -> int:
-        """The bound of gathers ahead on a rank, in bytes."""
-        if self.ahead or not len(units):
+    def ahead_of(self, weight_bytes: Sequence[int]) -> int:
+        """The bound of gathers ahead on a rank, in bytes. weight_bytes: of its units."""
+        if self.ahead or not weight_bytes:
             return self.ahead
-        return -(-2 * sum(units.weight_bytes) // len(units))
+        return -(-2 * sum(weight_bytes) // len(weight_bytes))
 
 
 @dataclass(frozen=True)
@@ -130,12 +115,6 @@ class PlannedResidency:
     policy: str
     units: tuple[tuple[str, ...], ...]
     grouping: Grouping
-
-    @classmethod
-    def of(cls, asked: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
-        names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
-        cuts = any(share.gathered for stage in stages for unit in stage.units for share in unit.repeated)
-        return cls(asked.strategy, _of_several(groups_of(stages)), cuts, asked.policy, names, grouping)
 
     def size_of(self, name: str) -> int:
         """How many ranks a group has; 1 for one that no unit knows."""
@@ -175,7 +154,7 @@ class PlannedResidency:
             for stage in runs
         )
         everywhere = ShardPlace(inner_size=content["ways"], outer_size=content["outer"]).groups
-        groups = _of_several((*everywhere, *(RankGroup(**one) for one in content.get("groups", ()))))
+        groups = of_several((*everywhere, *(RankGroup(**one) for one in content.get("groups", ()))))
         asked = (content["strategy"], groups, content["outer_optimizer"], content["policy"])
         return cls(*asked, units, grouping)
 
@@ -186,47 +165,3 @@ def _runs(text: str) -> list[tuple[int, int]]:
     if not all(runs):
         raise ValueError(f"{text!r:.80} is no list of groups: expected for example 1*64 or 3*1,2*4")
     return [(int(run[1]), int(run[2])) for run in runs if run]
-
-
-@dataclass(frozen=True)
-class LaneCosts:
-    """What the wire to data parallel peers costs, in the cost model's unit of time: latency of a collective, bytes in a
-    unit of time. It is one wire a rank; messages between stages are taken to have another one, which they have not
-    where both go over the same network card."""
-
-    latency: float = 0.0
-    bandwidth: float = float("inf")
-
-    def unshard(self, unit: UnitCosts, *, first: bool) -> float:
-        """A gather, and where instances cut the optimizer the one over them before the row's first one."""
-        over = [share for share in unit.repeated if share.gathered] if first else []
-        return sum(self.of(share.gathered, share.group.size) for share in (*unit.cut, *over))
-
-    def reduce(self, unit: UnitCosts, residency: Residency) -> float:
-        """A reduce-scatter; where nothing is cut an all-reduce, which goes round twice."""
-        rounds = 2 if residency.row.optimizer is ShardOver.NONE else 1
-        return sum(self.of(rounds * share.reduced, share.group.size) for share in unit.cut)
-
-    def outer_sum(self, unit: UnitCosts) -> float:
-        """An all-reduce over instances, or where they cut the optimizer a reduce-scatter."""
-        return sum(
-            self.of((1 if share.gathered else 2) * share.reduced, share.group.size) for share in unit.repeated
-        )
-
-    def of(self, payload_bytes: int, ways: int) -> float:
-        """What a collective of so many bytes takes, over so many ranks."""
-        return self.latency + payload_bytes * (ways - 1) / (ways * self.bandwidth) if ways > 1 else 0.0
-
-
-@dataclass(frozen=True)
-class RankBudget:
-    """What one limit in bytes is chosen under. rows: by strategy that may be chosen, what is asked of plans, with the
-    limit, and how large states are. flops, bytes_per_s: of a rank, and of its wire to data parallel peers."""
-
-    rows: tuple[tuple[Residency, StateBytes], ...]
-    flops: float
-    bytes_per_s: float
-
-    def lanes(self, unit_flops: float) -> LaneCosts:
-        """In a cost model's unit of time, in which so many FLOPs are computed."""
-        return LaneCosts(bandwidth=self.bytes_per_s * unit_flops / self.flops)

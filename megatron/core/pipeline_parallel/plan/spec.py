@@ -7,12 +7,12 @@ import enum
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.ir import B, W
 from megatron.core.pipeline_parallel.plan.placement import V_SHAPED, Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES, Schedule
 from megatron.core.pipeline_parallel.plan.text import PlanFile
 from megatron.core.words import plain, size_text, time_text

@@ -13,11 +13,42 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.held.units import Share, StageUnits, UnitCosts
+from megatron.core.pipeline_parallel.plan.residency import Residency
+from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.traffic import NOTHING, Moved
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LaneCosts:
+    """What the wire to data parallel peers costs, in the cost model's unit of time: latency of a collective, bytes in a
+    unit of time. It is one wire a rank; messages between stages are taken to have another one, which they have not
+    where both go over the same network card."""
+
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+
+    def unshard(self, unit: UnitCosts, *, first: bool) -> float:
+        """A gather, and where instances cut the optimizer the one over them before the row's first one."""
+        over = [share for share in unit.repeated if share.gathered] if first else []
+        return sum(self.of(share.gathered, share.group.size) for share in (*unit.cut, *over))
+
+    def reduce(self, unit: UnitCosts, residency: Residency) -> float:
+        """A reduce-scatter; where nothing is cut an all-reduce, which goes round twice."""
+        rounds = 2 if residency.row.optimizer is ShardOver.NONE else 1
+        return sum(self.of(rounds * share.reduced, share.group.size) for share in unit.cut)
+
+    def outer_sum(self, unit: UnitCosts) -> float:
+        """An all-reduce over instances, or where they cut the optimizer a reduce-scatter."""
+        return sum(
+            self.of((1 if share.gathered else 2) * share.reduced, share.group.size) for share in unit.repeated
+        )
+
+    def of(self, payload_bytes: int, ways: int) -> float:
+        """What a collective of so many bytes takes, over so many ranks."""
+        return self.latency + payload_bytes * (ways - 1) / (ways * self.bandwidth) if ways > 1 else 0.0
 
 
 class LaneRow(NamedTuple):
@@ -52,7 +83,7 @@ class Lanes:
 
     stages: tuple[StageUnits, ...]
     residency: Residency
-    costs: LaneCosts
+    costs: LaneCosts = LaneCosts()
 
 
 class Held(NamedTuple):

@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.plan.held.lanes import (
 from megatron.core.pipeline_parallel.plan.held.row_uses import WholeGradients
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Use
 from megatron.core.pipeline_parallel.plan.ir import IS_BESIDE, IS_COMPUTE, RawOp
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 
 
 def walk_row(
@@ -47,7 +47,7 @@ def walk_row(
     freed in use or left gathered (V2), where a reduction has nothing to sum, comes too early or is missing (V3), and
     where sums over instances do not follow each unit's last reduction, once (V11).
     """
-    lanes = Lanes(tuple(units.stages), residency, LaneCosts())
+    lanes = Lanes(tuple(units.stages), residency)
     return RowWalk(row, units, lanes, costs=costs, forward_only=forward_only, every=boundaries).run()
 
 

@@ -6,7 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.held.units import Share, UnitCosts
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.sharding_table import DENSE_GROUPS, Sharding, ShardOver, ShardPlace, rank_groups
 
 
@@ -104,3 +106,17 @@ class StateBytes:
             calls=1 + later if scattered else len(buckets),
         )
         return (cut, repeated), numel // ways(row.optimizer) * self.optimizer
+
+
+@dataclass(frozen=True)
+class RankBudget:
+    """What one limit in bytes is chosen under. rows: by strategy that may be chosen, what is asked of plans, with the
+    limit, and how large states are. flops, bytes_per_s: of a rank, and of its wire to data parallel peers."""
+
+    rows: tuple[tuple[Residency, StateBytes], ...]
+    flops: float
+    bytes_per_s: float
+
+    def lanes(self, unit_flops: float) -> LaneCosts:
+        """In a cost model's unit of time, in which so many FLOPs are computed."""
+        return LaneCosts(bandwidth=self.bytes_per_s * unit_flops / self.flops)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.pipeline_parallel.plan.ir import BW, READS_WEIGHTS, WRITES_GRADS, B, F, PlanError, RawOp, W
 from megatron.core.pipeline_parallel.plan.placement import Placement
+from megatron.core.pipeline_parallel.plan.residency import Grouping, PlannedResidency, Residency, of_several
 from megatron.core.sharding_table import RankGroup
 
 Access = tuple[int, ...]
@@ -167,6 +168,26 @@ class StageUnits:
             for at, access in enumerate(accesses)
         ]
         return tuple(uses) or (Use((), (), (), (), 1.0),)
+
+
+def groups_of(stages: Iterable[StageUnits]) -> tuple[RankGroup, ...]:
+    """The groups of ranks that have to do with any unit."""
+    every = (share.group for stage in stages for unit in stage.units for share in unit.shares)
+    return tuple(dict.fromkeys(every))
+
+
+def are_shared(stages: Iterable[StageUnits]) -> bool:
+    """Whether ranks share anything; without, a plan has no operations of data parallelism."""
+    return any(group.size > 1 for group in groups_of(stages))
+
+
+def residency_note(asked: Residency, stages: Sequence[StageUnits], grouping: Grouping) -> PlannedResidency:
+    """What a plan was made for, as it says it."""
+    names = tuple(tuple(unit.name for unit in stage.units) for stage in stages)
+    cuts = any(share.gathered for stage in stages for unit in stage.units for share in unit.repeated)
+    return PlannedResidency(
+        asked.strategy, of_several(groups_of(stages)), cuts, asked.policy, names, grouping
+    )
 
 
 def _unit_of_dict(content: Mapping[str, Any]) -> UnitCosts:

@@ -25,16 +25,12 @@ from megatron.core.pipeline_parallel.plan.held.units import (
     Share,
     StageUnits,
     UnitCosts,
+    are_shared,
     rank_units,
+    residency_note,
 )
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
-from megatron.core.pipeline_parallel.plan.residency import (
-    LaneCosts,
-    PlannedResidency,
-    Residency,
-    are_shared,
-    over_ranks,
-)
+from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency, over_ranks
 from megatron.core.words import size_text
 
 
@@ -48,7 +44,7 @@ def verify_residency(
     """
     shared = are_shared(stages)
     if shared:
-        _made_for(plan, PlannedResidency.of(residency, stages, ()))
+        _made_for(plan, residency_note(residency, stages, ()))
     walks, words = [], plan.residency
     of_ranks = rank_units(plan.placement, tuple(stages))
     for rank, (row, units) in enumerate(zip(plan.rows, of_ranks, strict=True)):
@@ -121,7 +117,7 @@ def _bytes(residency: Residency, uses: RowUses, walk: RowWalk) -> None:
         return
     most = 0 if residency.budget is None else residency.budget[rank]
     if residency.weights_sharded:
-        most += max(residency.ahead_of(uses.units), uses.most_read)
+        most += max(residency.ahead_of(uses.units.weight_bytes), uses.most_read)
     if walk.most.gathered > most:
         raise PlanError(
             f"rank {rank}: {walk.most.gathered} bytes of weights are gathered at once, {most} are allowed"
@@ -171,7 +167,7 @@ class _WalkByWords(RowWalk):
     """Which accesses read or complete a unit is not known: gradients count as added when their computation begins."""
 
     def __init__(self, row: Row, units: RankUnits, words: PlannedResidency) -> None:
-        super().__init__(row, units, Lanes(tuple(units.stages), Residency(words.strategy), LaneCosts()))
+        super().__init__(row, units, Lanes(tuple(units.stages), Residency(words.strategy)))
         self._added: Counter[tuple[int, int]] = Counter()  # microbatches by (stage, unit)
         self._reductions: Counter[int] = Counter()
         self._grouping = words.grouping

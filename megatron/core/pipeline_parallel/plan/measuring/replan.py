@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.plan.auto import fastest
 from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     Figures,
@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     slowest_pipeline,
 )
 from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec

@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 
 from megatron.core import safe_files, schema
 from megatron.core.pipeline_parallel.plan import ir
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, Share, StageUnits, UnitCosts
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp
 from megatron.core.pipeline_parallel.plan.placement import Placement
-from megatron.core.pipeline_parallel.plan.residency import POLICIES, LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency import POLICIES, PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.verify import verify
 from megatron.core.sharding_table import STRATEGIES, RankGroup
 

@@ -23,13 +23,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.units import StageUnits
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
+from megatron.core.pipeline_parallel.plan.held.units import StageUnits, are_shared
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.passes import order_variants
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.passes.residency_rows import ReservedRoom, RowMaker
-from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, Residency, are_shared
+from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Merit
 from megatron.core.pipeline_parallel.plan.verify import verify
 

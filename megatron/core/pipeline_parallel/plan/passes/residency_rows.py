@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.costs import CostModel, activations
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.held.row_uses import (
     Gap,
     Issued,
@@ -31,10 +31,10 @@ from megatron.core.pipeline_parallel.plan.held.row_uses import (
     reductions,
     stays,
 )
-from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, rank_units
+from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, rank_units, residency_note
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, RawOp, Row
 from megatron.core.pipeline_parallel.plan.passes.belady import bytes_kept, keep_gaps, kept_gaps
-from megatron.core.pipeline_parallel.plan.residency import Grouping, LaneCosts, PlannedResidency, Residency
+from megatron.core.pipeline_parallel.plan.residency import Grouping, Residency
 from megatron.core.pipeline_parallel.plan.simulate import Merit, simulate
 from megatron.core.words import size_text
 
@@ -91,7 +91,7 @@ class RowMaker:
         """Raises PlanError where it does not fit."""
         made = [self._kept_row(rank, row, reserve) for rank, row in enumerate(order.rows)]
         groups = grouping_of(order.placement, self.units, [groups for _, groups in made])
-        note = PlannedResidency.of(self.residency, self.stages, groups)
+        note = residency_note(self.residency, self.stages, groups)
         return dataclasses.replace(order, rows=tuple(row for row, _ in made), residency=note)
 
     def _kept_row(self, rank: int, row: Row, reserve: ReservedRoom) -> tuple[Row, Groups]:
@@ -151,7 +151,7 @@ class RowMaker:
         kept = kept_gaps(uses, asked, [most * (1 - reserve.share)] * count, self.grouping)
         if asked.policy == "step":
             return kept, [math.inf] * count
-        most += asked.ahead_of(uses.units)
+        most += asked.ahead_of(uses.units.weight_bytes)
         if asked.policy == "budget":
             return kept, [most - used for used in bytes_kept(count, kept, weights=False)]
         return kept, [most + used for used in bytes_kept(count, kept, weights=True)]
@@ -164,7 +164,7 @@ class RowMaker:
         free = self._room(uses, asked.limit[rank])
         reads = _in_use(uses.reads, units.weight_bytes, count) if asked.weights_sharded else [0] * count
         left = _less(free, reads)
-        ahead = asked.ahead_of(units) if asked.weights_sharded else 0
+        ahead = asked.ahead_of(units.weight_bytes) if asked.weights_sharded else 0
         spare = [max(0, ahead - one) if reserve.ahead and asked.overlap_gather else 0 for one in reads]
         most = float("inf") if asked.budget is None else float(asked.budget[rank])
 

@@ -8,8 +8,9 @@ import pytest
 from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit, judge
 from megatron.core.pipeline_parallel.plan.candidate import least_bytes
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.ir import Kind, PlanError
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from tests.harness import unit_stages

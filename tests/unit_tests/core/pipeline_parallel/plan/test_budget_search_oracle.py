@@ -12,10 +12,11 @@ import pytest
 from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
@@ -105,6 +106,7 @@ def test_more_limits_and_costs_of_two_microbatches(seed):
     held_to(2, 2, seed)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(3))
 def test_three_microbatches_of_two_units(seed):
     held_to(3, 2, seed)

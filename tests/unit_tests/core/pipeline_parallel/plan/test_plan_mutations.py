@@ -8,12 +8,12 @@ from collections import Counter
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, WRITES_GRADS, PlanError
 from megatron.core.pipeline_parallel.plan.passes.add_residency import add_residency
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.verify import verify
 from tests.harness.plan_mutations import KINDS, mutated

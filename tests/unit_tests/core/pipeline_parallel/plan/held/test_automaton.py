@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import LANES, LaneRow, Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LANES, LaneCosts, LaneRow, Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import RowWalk, walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits
 from megatron.core.pipeline_parallel.plan.ir import (
@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.plan.passes.add_residency import add_reside
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.search.clock import Clock
 from megatron.core.pipeline_parallel.plan.search.problem import OrderProblem, order_of, plan_of

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.held.residency_walk import walk_row
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits
 from megatron.core.pipeline_parallel.plan.ir import IS_COMPUTE, B, Plan, W, op_text, parse_row
@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.passes.order_variants import split_tra
 from megatron.core.pipeline_parallel.plan.passes.post_validation import post_validation
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts, Residency
+from megatron.core.pipeline_parallel.plan.residency import Residency
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.unit_stages import asked, layers, model, unit
 

@@ -6,9 +6,9 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, W
 from megatron.core.pipeline_parallel.plan.measuring.replan import measured_costs, solve_again
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose

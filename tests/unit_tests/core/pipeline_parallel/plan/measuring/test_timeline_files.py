@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.pipeline_parallel.plan.build import build_plan
 from megatron.core.pipeline_parallel.plan.costs import CostModel
-from megatron.core.pipeline_parallel.plan.held.lanes import Lanes
+from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
 from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, parse_row
 from megatron.core.pipeline_parallel.plan.measuring.timeline_files import (
     OpTimes,
@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel.plan.passes.add_residency import add_reside
 from megatron.core.pipeline_parallel.plan.passes.lower import lower
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.pipeline_parallel.plan.request import Request
-from megatron.core.pipeline_parallel.plan.residency import LaneCosts
 from megatron.core.pipeline_parallel.plan.simulate import simulate
 from tests.harness.measured_runs import write_timeline
 from tests.harness.unit_stages import asked, model

@@ -6,7 +6,6 @@ Gemma (arXiv 2403.08295, table 1, whose feedforward dimension counts gate and up
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from megatron.core.transformer.model_config import TransformerConfig
@@ -45,7 +44,7 @@ def _gemma(layers: int, hidden: int, heads: int, groups: int, ffn: int) -> dict[
     return {**_GEMMA, **_sizes(layers, hidden, heads, 8192, groups), "ffn_hidden_size": ffn}
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),
     "gpt3-1.3b": _gpt3(24, 2048, 16),
@@ -61,11 +60,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str, **changes: Any) -> TransformerConfig:
-    """The configuration of a published model, sizes filled in, with `changes` on top.
-
-    Raises ValueError naming the known presets for any other name.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; known: {', '.join(PRESETS)}")
-    return dataclasses.replace(TransformerConfig(**PRESETS[name]), **changes).resolved()
+def published(name: str) -> TransformerConfig:
+    """Sizes filled in."""
+    return TransformerConfig(**SHAPES[name]).resolved()

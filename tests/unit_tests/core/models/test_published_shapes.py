@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt.gpt import GPTModel
-from megatron.core.models.gpt.presets import PRESETS, preset
+from tests.unit_tests.core.models.published_shapes import SHAPES, published
 
 BILLIONS = {  # name: (vocabulary, parameters in the source, relative tolerance)
     "gpt3-175b": (50257, 175.0, 0.01),
@@ -23,14 +23,11 @@ BILLIONS = {  # name: (vocabulary, parameters in the source, relative tolerance)
 def test_parameter_counts(name):
     vocabulary, billions, tolerance = BILLIONS[name]
     model = GPTModel(
-        preset(name), padded_vocab_size=vocabulary, seed=1, device="meta", params_dtype=torch.bfloat16
+        published(name), padded_vocab_size=vocabulary, seed=1, device="meta", params_dtype=torch.bfloat16
     )
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=tolerance)
 
 
-def test_every_preset_resolves_and_takes_changes():
-    for name in PRESETS:
-        assert preset(name).ffn_hidden_size > 0
-    assert preset("gpt3-125m", num_layers=2).num_layers == 2
-    with pytest.raises(ValueError, match="known: gpt3-125m"):
-        preset("gpt5")
+def test_every_shape_resolves():
+    for name in SHAPES:
+        assert published(name).ffn_hidden_size > 0
