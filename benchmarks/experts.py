@@ -10,6 +10,10 @@ from the same weights (dense: from its own), see the same tokens, and do forward
 are interleaved; ratios are medians over pairs, of CPU time, whole and of forward and backward alone: a dense model has
 fewer weights to update.
 
+bf16: theirs have fp32 weights and run under autocast, which torch's grouped product does not know: `plain` casts for it
+and `mixtral` does not, so that its experts are fp32. `plain-main`, `mixtral-main`: with our precision, bf16 weights
+that are rounded fp32 ones, and fp32 gradients.
+
 `bare`: what the products of all layers' MLPs take by themselves, in this dtype. `expected` is the dense step with its
 bare products replaced by those of experts that are equally busy.
 """
@@ -17,6 +21,7 @@ bare products replaced by those of experts that are equally busy.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -35,7 +40,7 @@ from benchmarks.pipeline_memory import Work
 from benchmarks.plain_gpt import PlainTrainer
 from benchmarks.plain_moe import PlainMoeGPT
 from benchmarks.single_process import DTYPES, Batches, OurTrainer
-from megatron.core.device import Device
+from megatron.core.device import Device, product
 from megatron.core.models.gpt.stage_layers import StageSpec
 
 SHAPE = {"layers": 4, "hidden": 512, "heads": 8, "seq": 512, "vocab": 1024}
@@ -58,7 +63,7 @@ FLAGS = (
     "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
     f"--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-ffn-hidden-size {WIDTH} --moe-grouped-gemm"
 )
-AGAINST = ("plain", "dense", "mixtral")
+AGAINST = ("plain", "plain-main", "dense", "mixtral", "mixtral-main")
 
 
 class Contestant(Protocol):
@@ -76,10 +81,37 @@ def weights_of(trainer: OurTrainer) -> dict[str, Tensor]:
     return {name: buffer.main_weight(name) for name in trainer.gpt.param_meta}
 
 
-def plain(dtype: torch.dtype, weights: dict[str, Tensor]) -> PlainTrainer:
+class MainWeightsTrainer(PlainTrainer):
+    """One microbatch, also under autocast, with weights of `dtype`, into which fp32 main weights are rounded, whose
+    gradients are fp32."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(model, dtype)
+        self.main, self.model = model, copy.deepcopy(model)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+
+    def gradients(self, batches: Batches) -> float:
+        assert len(batches) == 1, f"{len(batches)} microbatches"
+        loss = super().gradients(batches)
+        for main, narrow in zip(self.main.parameters(), self.model.parameters(), strict=True):
+            assert narrow.grad is not None, "every parameter is used"
+            main.grad, narrow.grad = narrow.grad.float(), None
+        return loss
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.main.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for main, narrow in zip(self.main.parameters(), self.model.parameters(), strict=True):
+                narrow.copy_(main)
+
+
+def plain(weights: dict[str, Tensor]) -> nn.Module:
     model = PlainMoeGPT(SHAPE, experts=EXPERTS, width=WIDTH, topk=TOPK)
     model.load_state_dict(weights)
-    return PlainTrainer(model, dtype)
+    return model
 
 
 class Mixtral(nn.Module):
@@ -134,16 +166,18 @@ class Mixtral(nn.Module):
         self.model.load_state_dict(found)
 
 
-def mixtral(dtype: torch.dtype, weights: dict[str, Tensor]) -> PlainTrainer:
+def mixtral(weights: dict[str, Tensor]) -> nn.Module:
     model = Mixtral()
     model.copy(weights)
-    return PlainTrainer(model, dtype)
+    return model
 
 
 def opponent(name: str, dtype: torch.dtype, weights: dict[str, Tensor]) -> Contestant:
     if name == "dense":
         return ours(dtype, dense=True)
-    return plain(dtype, weights) if name == "plain" else mixtral(dtype, weights)
+    kind, _, main = name.partition("-")
+    model = plain(weights) if kind == "plain" else mixtral(weights)
+    return MainWeightsTrainer(model, dtype) if main else PlainTrainer(model, dtype)
 
 
 def make_batches() -> Batches:
@@ -174,9 +208,9 @@ def bare_products(dtype: torch.dtype, *, dense: bool) -> float:
     begin = time.process_time()
     for of_projection in operands:
         for x, weight, dy in of_projection:
-            x @ weight.t()
-            dy @ weight
-            dy.t() @ x
+            product(x, weight.t())
+            product(dy, weight)
+            product(dy.t(), x)
     return time.process_time() - begin
 
 
@@ -211,7 +245,7 @@ def compare(name: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def text_of(result: dict[str, Any]) -> str:
-    line = f"{result['dtype']} against {result['against']:8}"
+    line = f"{result['dtype']} against {result['against']:12}"
     for part in ("gradients", "step"):
         mine, theirs = result[f"{part}_s"]
         line += f" | {part} {mine:.3f} {theirs:.3f} s, {result[f'{part}_ratio']:.3f}"
@@ -258,6 +292,8 @@ def main() -> None:
         if args.memory:
             continue
         for name in args.against:
+            if dtype == "fp32" and name.endswith("-main"):
+                continue  # main weights are the model's
             results.append(compare(name, dtype, args.rounds))
             print(text_of(results[-1]), flush=True)
     if args.json:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.core.device import Device, heap_bytes
+from megatron.core.available_memory import heap_bytes
+from megatron.core.device import Device
 
 
 def busy_s() -> float:

@@ -1,5 +1,5 @@
 """How much memory this machine has to give to this process: the least of the machine's and of what the control groups
-have left that it is in, its own and all above it (floor 0).
+have left that it is in, its own and all above it; and how much it holds (floor 0).
 
 root: the file system that has `proc` and `sys`; another one in tests. Sources: cgroups(7), kernel's cgroup-v2 and
 cgroup-v1/memory documents.
@@ -8,7 +8,10 @@ cgroup-v1/memory documents.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -118,3 +121,35 @@ def _droppable(folder: Path, files: _Files) -> int:
     """Bytes of caches that can be dropped."""
     stat = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
     return int(stat.get(files.droppable, 0))
+
+
+def heap_bytes() -> int | None:
+    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`); None where there is no such count."""
+    mallinfo2 = _mallinfo2()
+    info = mallinfo2() if mallinfo2 is not None else None
+    return None if info is None else int(info.uordblks + info.hblkhd)
+
+
+class _Mallinfo2(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+@functools.cache
+def _mallinfo2() -> ctypes._NamedFuncPointer | None:
+    """The C library's function, where it has one (glibc >= 2.33)."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function
+
+
+def resident_bytes() -> tuple[int, int]:
+    """The resident set now, and its peak."""
+    if sys.platform == "linux":
+        with open("/proc/self/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        now, most = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # from kB
+        return now, most
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return peak, peak

@@ -8,12 +8,9 @@ are written once.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import os
 import platform
-import resource
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -23,15 +20,26 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron.core.available_memory import available_bytes
+from megatron.core.available_memory import available_bytes, heap_bytes, resident_bytes
 
-# Multiplications of a 16-bit product, at most, that a CPU does in fp32 and rounds once, as kernels for 16 bits do.
-# Without instructions for bf16 these take 277 us for 32 x 192 times 192 x 64, which is 36 in fp32, casts among
-# them, and 40 times as long as fp32 for larger ones; there fp32 is bounded by its copies. With such instructions a call
-# costs 25 us before it computes, in which a core does 2^19 multiplications in fp32 with their casts.
-_HAS_BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-SHORT = 1 << (19 if _HAS_BF16 else 24)
-_HALVES = (torch.bfloat16, torch.float16)
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies such 16-bit numbers; kernels for them may be there without (AVX-512 alone)."""
+    kernels = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.float16:
+        return bool(kernels._is_mkldnn_fp16_supported())
+    known = torch.cpu.get_capabilities()
+    emulated = known["architecture"] == "x86_64" and not (known["avx512_bf16"] or known["amx_bf16"])
+    return not emulated and bool(kernels._is_mkldnn_bf16_supported())
+
+
+# Products of 16-bit numbers of at most so many multiplications are computed in fp32 by a CPU and rounded once, as
+# kernels for 16 bits do; None: all of them. With instructions for a dtype a call of its kernel costs 25 us before it
+# computes, in which a core does 2^19 multiplications in fp32 with their casts. Without them torch's kernels take 277 us
+# for 32 x 192 times 192 x 64, which is 36 in fp32, and for large ones 40 times as long as fp32 (AVX2) or 4.4 (AVX-512).
+SHORT = {one: 1 << 19 if _has_instructions(one) else None for one in (torch.bfloat16, torch.float16)}
 
 DeviceKind = Literal["cpu", "cuda"]
 MEMORY_HISTORY = 100_000  # allocations that torch remembers, as many as Megatron has it do
@@ -103,7 +111,7 @@ class Device:
                 torch.cuda.memory_reserved(self.index),
                 torch.cuda.max_memory_reserved(self.index),
             )
-        resident, peak = _resident_bytes()
+        resident, peak = resident_bytes()
         heap = heap_bytes()
         allocated = resident if heap is None else heap
         return MemoryFigures(allocated, max(peak, allocated), resident, peak)
@@ -274,26 +282,50 @@ def new_generator(where: torch.device, seed: int) -> torch.Generator | None:
 
 
 LAUNCHES_WORTH = 16
+_SIDE = 512  # rows and columns of a product that are in fp32 at a time
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., n, k] times b [k, m], in their dtype; see `SHORT`."""
-    if is_short(a, b):
-        return (a.float() @ b.float()).to(a.dtype)
-    return a @ b
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [..., n, k] times b [k, m], in their dtype; see `SHORT`. out: [n, m], for a [n, k]."""
+    if goes_by_fp32(a, b):
+        return _by_fp32(a, b, None, out)
+    return torch.mm(a, b, out=out) if a.dim() == 2 else a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k] times weight [m, k] transposed, and bias [m], in their dtype; see `SHORT`."""
-    if is_short(x, weight):
-        wide = None if bias is None else bias.float()
-        return F.linear(x.float(), weight.float(), wide).to(x.dtype)
+    if goes_by_fp32(x, weight):
+        return _by_fp32(x, weight.t(), bias)
     return F.linear(x, weight, bias)
 
 
-def is_short(a: Tensor, b: Tensor) -> bool:
-    """Whether `product` takes 16-bit numbers in 32 bits; see `SHORT`."""
-    return a.dtype in _HALVES and kind_of(a.device) == "cpu" and a.numel() * b.numel() <= SHORT * a.shape[-1]
+def goes_by_fp32(a: Tensor, b: Tensor | None = None) -> bool:
+    """Whether `product` takes 16-bit numbers in 32 bits; see `SHORT`. Without b: of any size."""
+    if a.dtype not in SHORT or kind_of(a.device) != "cpu":
+        return False
+    most = SHORT[a.dtype]
+    return most is None or (b is not None and a.numel() * b.numel() <= most * a.shape[-1])
+
+
+def _by_fp32(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Copies in fp32 are of `_SIDE` rows and columns at a time, so that they are a small part of large operands: none
+    of these where there is no memory."""
+    if a.dim() > 2:
+        return _by_fp32(a.flatten(0, -2), b, bias).unflatten(0, a.shape[:-1])
+    if len(a) <= _SIDE >= b.shape[1]:
+        matrix = b.float()
+        wide = a.float() @ matrix if bias is None else torch.addmm(bias.float(), a.float(), matrix)
+        return wide.to(a.dtype) if out is None else out.copy_(wide)
+    if a.is_meta:
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b)
+    out = a.new_empty(len(a), b.shape[1]) if out is None else out
+    for rows, of_rows in zip(a.split(_SIDE), out.split(_SIDE), strict=True):
+        wide = rows.float()
+        for place, part in enumerate(of_rows.split(_SIDE, 1)):
+            columns = slice(place * _SIDE, (place + 1) * _SIDE)
+            matrix = b[:, columns].float()
+            part.copy_(wide @ matrix if bias is None else torch.addmm(bias[columns].float(), wide, matrix))
+    return out
 
 
 def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
@@ -323,35 +355,3 @@ def set_threads(local_world_size: int, cores: int | None = None, *, threads: int
         threads = max(1, (available_cores() if cores is None else cores) // local_world_size)
     torch.set_num_threads(threads)
     return threads
-
-
-def heap_bytes() -> int | None:
-    """Bytes in use on the C heap, mapped blocks included (glibc's `mallinfo2`); None where there is no such count."""
-    mallinfo2 = _mallinfo2()
-    info = mallinfo2() if mallinfo2 is not None else None
-    return None if info is None else int(info.uordblks + info.hblkhd)
-
-
-class _Mallinfo2(ctypes.Structure):
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
-
-
-@functools.cache
-def _mallinfo2() -> ctypes._NamedFuncPointer | None:
-    """The C library's function, where it has one (glibc >= 2.33)."""
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
-    if function is not None:
-        function.restype = _Mallinfo2
-    return function
-
-
-def _resident_bytes() -> tuple[int, int]:
-    """The resident set now, and its peak."""
-    if sys.platform == "linux":
-        with open("/proc/self/status") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        now, most = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))  # from kB
-        return now, most
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    return peak, peak

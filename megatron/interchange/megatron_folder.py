@@ -37,7 +37,7 @@ FUSED = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 # Moments and main weights in the space of the model: Megatron's prefix -> ours.
-_STATE = re.compile(r"optimizer\.state\.([a-z0-9_]{1,40})\.(.*)")
+_STATE = re.compile(r"(?:chained_\d\.)?optimizer\.state\.([a-z0-9_]{1,40})\.(.*)")
 MAIN_WEIGHTS = ("fp32_param", "param")
 _FLAT = re.compile(r"(chained_\d+\.)?optimizer\..*(dp_group_idx|gbuf_idx|bucket_idx)")
 _HALVES = ("BF16", "F16")

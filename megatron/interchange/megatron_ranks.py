@@ -29,7 +29,7 @@ from megatron.interchange.megatron_folder import (
     unfused,
     without_same,
 )
-from megatron.interchange.megatron_state import LEFT_OUT, inner_optimizer, optimizer_sections
+from megatron.interchange.megatron_state import LEFT_OUT, inner_optimizers, optimizer_sections
 from megatron.interchange.torch_archive import Archive
 
 _RANK = re.compile(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
@@ -58,8 +58,8 @@ def open_torch(directory: Path, *, optimizer: bool = False) -> MegatronSource:
     """One checkpoint's directory of `--ckpt-format torch`: any tensor and pipeline parallel sizes, virtual pipelines.
 
     optimizer: its moments and main weights too, where there are any. Raises CheckpointError for what is damaged,
-    InterchangeError for experts that are cut otherwise than dense layers, and for states that are flat in the layout of
-    the run that wrote them.
+    InterchangeError for experts cut over ranks of which file names say nothing, and for states that are flat in the
+    layout of the run that wrote them.
     """
     grid: dict[tuple[int, int, int], _Shard] = {}
     for entry in sorted(os.listdir(directory)):
@@ -76,22 +76,23 @@ def open_torch(directory: Path, *, optimizer: bool = False) -> MegatronSource:
     if not grid:
         raise CheckpointError(f"{directory}: no folder mp_rank_TT, mp_rank_TT_PPP or mp_rank_TT_PPP_EEE")
     num_tp, num_pp, num_ep = (max(place[axis] for place in grid) + 1 for axis in range(3))
-    if len(grid) != num_tp * num_pp * num_ep:
-        raise CheckpointError(
-            f"{directory}: {len(grid)} folders mp_rank_*, expected {num_tp} x {num_pp} x {num_ep}: it is not whole"
-        )
-    first = grid[0, 0, 0]
-    _check_experts(first.args, num_tp, num_ep, directory)
+    first = next(iter(grid.values()))
+    cut = _experts_cut(first.args, num_tp, num_ep, directory)
     if len({len(shard.chunks) for shard in grid.values()}) != 1:
         raise CheckpointError(f"{directory}: not the same number of models in each rank's file")
     stages = [
-        [
-            _all_experts([grid[tp, pp, ep].chunks[chunk] for ep in range(num_ep)], first.args)
-            for tp in range(num_tp)
-        ]
+        _Stage(
+            {tp: shard.chunks[chunk] for (tp, at, _), shard in grid.items() if at == pp},
+            {(tp % cut, ep): shard.chunks[chunk] for (tp, at, ep), shard in grid.items() if at == pp},
+        )
         for chunk in range(len(first.chunks))
         for pp in range(num_pp)
     ]
+    if any((len(one.dense), len(one.experts)) != (num_tp, cut * num_ep) for one in stages):
+        raise CheckpointError(
+            f"{directory}: {len(grid)} folders mp_rank_*, expected those of {num_tp} tensor x {num_pp} pipeline x "
+            f"{num_ep} expert parallel ranks: it is not whole"
+        )
     tensors = without_same(experts_joined(_whole(stages, first.args, directory), directory))
     return MegatronSource(directory, directory, tensors, first.args, first.iteration, first.state)
 
@@ -100,47 +101,55 @@ def _expert_ranks(args: Mapping[str, Any]) -> int:
     return args.get("expert_model_parallel_size") or 1
 
 
-def _check_experts(args: Mapping[str, Any], num_tp: int, num_ep: int, directory: Path) -> None:
-    """Raises InterchangeError."""
+def _experts_cut(args: Mapping[str, Any], num_tp: int, num_ep: int, directory: Path) -> int:
+    """Over how many ranks each expert is. Raises CheckpointError, and InterchangeError where file names do not tell its
+    parts."""
     cut, stated = args.get("expert_tensor_parallel_size") or num_tp, _expert_ranks(args)
-    if cut != num_tp and args.get("num_experts"):
+    if num_ep != stated or (args.get("num_experts") or 0) % num_ep:
+        raise CheckpointError(f"{directory}: files of {num_ep} expert parallel ranks, its args say {stated}")
+    if not args.get("num_experts"):
+        return num_tp
+    if num_tp % cut:
         raise InterchangeError(
             f"{directory}: experts are cut over {cut} tensor parallel ranks, dense layers over {num_tp}: such "
             "files are not read; save with --ckpt-format torch_dist"
         )
-    if num_ep != stated or (args.get("num_experts") or 0) % num_ep:
-        raise CheckpointError(f"{directory}: files of {num_ep} expert parallel ranks, its args say {stated}")
+    return cut
 
 
-def _all_experts(
-    ranks: Sequence[Mapping[Key, ArrayTensor]], args: Mapping[str, Any]
-) -> dict[Key, ArrayTensor]:
-    """What expert parallel ranks hold together: the first's, and the experts of the others, numbered through."""
-    held = {(prefix, of_one_expert(name)): tensor for (prefix, name), tensor in ranks[0].items()}
-    each = (args.get("num_experts") or 0) // len(ranks)
-    for number, rank in enumerate(ranks[1:], 1):
-        for (prefix, name), tensor in rank.items():
-            if is_of_one(name := of_one_expert(name)):
-                held[prefix, moved(name, number * each)] = tensor
-    return held
+class _Stage(NamedTuple):
+    """What ranks hold of a model chunk: dense layers by tensor parallel rank; experts by theirs, and by the expert
+    parallel one."""
+
+    dense: Mapping[int, Mapping[Key, ArrayTensor]]
+    experts: Mapping[tuple[int, int], Mapping[Key, ArrayTensor]]
+
+    def parts(self, num_experts: int) -> dict[Key, list[ArrayTensor]]:
+        """Of each tensor, in the order of the ranks that it is cut over; experts numbered through."""
+        held: dict[Key, list[ArrayTensor]] = {}
+        num_ep = max(ep for _, ep in self.experts) + 1
+        by_rank = [(0, False, one) for _, one in sorted(self.dense.items())]
+        by_rank += [(ep * num_experts // num_ep, True, one) for (_, ep), one in sorted(self.experts.items())]
+        for first, of_experts, tensors in by_rank:
+            for (prefix, theirs), tensor in tensors.items():
+                if is_of_one(name := of_one_expert(theirs)) == of_experts:
+                    held.setdefault((prefix, moved(name, first)), []).append(tensor)
+        return held
 
 
-def _whole(
-    stages: Sequence[Sequence[Mapping[Key, ArrayTensor]]], args: Mapping[str, Any], directory: Path
-) -> dict[str, ArrayTensor]:
-    """Our tensors, out of each stage's tensor parallel ranks in the order of the model; layers are counted from 0 in
-    each. A tied embedding is in the first stage, and as an output layer in the last."""
+def _whole(stages: Sequence[_Stage], args: Mapping[str, Any], directory: Path) -> dict[str, ArrayTensor]:
+    """Our tensors, out of stages in the order of the model; layers are counted from 0 in each. A tied embedding is in
+    the first stage, and as an output layer in the last."""
     tensors: dict[str, ArrayTensor] = {}
     tied = args.get("untie_embeddings_and_output_weights") is False
     layers = 0
-    for ranks in stages:
-        here = 0
-        if len({frozenset(rank) for rank in ranks}) != 1:
-            raise CheckpointError(
-                f"{directory}: tensor parallel ranks' files have tensors of different names"
-            )
-        for prefix, name in ranks[0]:
-            parts = [rank[prefix, name] for rank in ranks]
+    for stage in stages:
+        here, cut = 0, len({part for part, _ in stage.experts})
+        for (prefix, name), parts in stage.parts(args.get("num_experts") or 0).items():
+            if len(parts) != (cut if is_of_one(name) else len(stage.dense)):
+                raise CheckpointError(
+                    f"{directory}: tensor parallel ranks' files have tensors of different names"
+                )
             ours = name
             if (match := LAYER.fullmatch(name)) is not None:
                 here = max(here, int(match[2]) + 1)
@@ -185,32 +194,38 @@ def _states(
     """What an optimizer keeps: what it is, of which model chunk, of which weight, the tensor.
 
     It numbers parameters: group after group, in each in the order of the model. Groups are told by whether they decay,
-    which biases and one-dimensional weights do not.
+    which biases and one-dimensional weights do not; experts on ranks of their own have another optimizer.
     """
-    inner = inner_optimizer(value, path)
-    states, main = at(inner, "state"), at(value, "optimizer", "fp32_from_fp16_params") or ()
-    for number_of_group, group in enumerate(inner["param_groups"]):
-        ids, decays = at(group, "params"), at(group, "wd_mult") != 0.0
-        weights = [
-            (number, name)
+    chained = inner_optimizers(value, path)
+    for of_experts, (saved, inner) in enumerate(chained):
+        held = [
+            (number, name, array)
             for number, chunk in enumerate(chunks)
             for (_, name), array in chunk.items()
             if not name.endswith(KEPT_IN_FP32)  # no parameter
-            and (len(array.shape) > 1 and not name.endswith(".bias")) == decays
+            and (len(chained) == 1 or is_of_one(of_one_expert(name)) == of_experts)
         ]
-        if not isinstance(states, dict) or not isinstance(ids, list) or len(ids) != len(weights):
-            raise InterchangeError(
-                f"{path}: group {number_of_group} of its optimizer is not the weights that do "
-                f"{'' if decays else 'not '}decay, so nothing says which state is whose: {LEFT_OUT}"
-            )
-        of_group = main[number_of_group] if number_of_group < len(main) else ()
-        copies = of_group if isinstance(of_group, list) else ()
-        for id_, copy, (number, name) in itertools.zip_longest(ids, copies[: len(ids)], weights):
-            state = states.get(id_) if type(id_) is int else None
-            for what, tensor in state.items() if isinstance(state, dict) else ():
-                if what != "step":
-                    yield str(what), number, name, tensor
-            yield "fp32_param", number, name, copy
+        states, main = at(inner, "state"), at(saved, "fp32_from_fp16_params") or ()
+        for number_of_group, group in enumerate(inner["param_groups"]):
+            ids, decays = at(group, "params"), at(group, "wd_mult") != 0.0
+            weights = [
+                (number, name)
+                for number, name, array in held
+                if (len(array.shape) > 1 and not name.endswith(".bias")) == decays
+            ]
+            if not isinstance(states, dict) or not isinstance(ids, list) or len(ids) != len(weights):
+                raise InterchangeError(
+                    f"{path}: group {number_of_group} of its optimizer is not the weights that do "
+                    f"{'' if decays else 'not '}decay, so nothing says which state is whose: {LEFT_OUT}"
+                )
+            of_group = main[number_of_group] if number_of_group < len(main) else ()
+            copies = of_group if isinstance(of_group, list) else ()
+            for id_, copy, (number, name) in itertools.zip_longest(ids, copies[: len(ids)], weights):
+                state = states.get(id_) if type(id_) is int else None
+                for what, tensor in state.items() if isinstance(state, dict) else ():
+                    if what != "step":
+                        yield str(what), number, name, tensor
+                yield "fp32_param", number, name, copy
 
 
 def _joined(name: str, parts: Sequence[ArrayTensor], args: Mapping[str, Any], directory: Path) -> ArrayTensor:

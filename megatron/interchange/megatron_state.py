@@ -19,12 +19,17 @@ SCHEDULE = {
 }  # fmt: skip
 
 
-def inner_optimizer(saved: Any, path: Path) -> Any:
-    """torch's state of the optimizer, which that of 16-bit weights wraps. Raises InterchangeError for several."""
-    inner = at(saved, "optimizer", "optimizer") or at(saved, "optimizer")
-    if not isinstance(at(inner, "param_groups"), list):
+def inner_optimizers(saved: Any, path: Path) -> list[tuple[Any, Any]]:
+    """A rank's optimizers: each as it was saved, and torch's state in it, which that of 16-bit weights wraps. One, or
+    two where experts have ranks of their own, which the second is for. Raises InterchangeError for anything else."""
+    whole = at(saved, "optimizer")
+    if isinstance(whole, dict) and 0 in whole:  # by number: torch_dist's
+        whole = list(whole.values())
+    each = whole if isinstance(whole, list) else [whole]
+    found = [(one, at(one, "optimizer") or one) for one in each]
+    if len(found) not in (1, 2) or not all(isinstance(at(inner, "param_groups"), list) for _, inner in found):
         raise InterchangeError(f"{path}: no state of one optimizer: {LEFT_OUT}")
-    return inner
+    return found
 
 
 def optimizer_sections(
@@ -32,7 +37,8 @@ def optimizer_sections(
 ) -> dict[str, Any]:
     """Sections `optimizer`, `scheduler` and `scaler` of a checkpoint's `common`. archive: of `common.pt`, or of one
     rank's file. Raises InterchangeError where it does not say what they need."""
-    inner, schedule = inner_optimizer(archive.value, path), plain(at(archive.value, "opt_param_scheduler"))
+    (whole, inner), *_ = inner_optimizers(archive.value, path)
+    schedule = plain(at(archive.value, "opt_param_scheduler"))
     if missing := [name for name in (*SCHEDULE.values(), "num_steps") if at(schedule, name) is None]:
         raise InterchangeError(
             f"{path}: its opt_param_scheduler says nothing of {', '.join(missing)}, which its optimizer needs: "
@@ -61,7 +67,7 @@ def optimizer_sections(
                 "wsd_style": args.get("lr_wsd_decay_style", "exponential"),
             },
         },
-        "scaler": _scaler(archive, at(archive.value, "optimizer", "grad_scaler")),
+        "scaler": _scaler(archive, at(whole, "grad_scaler")),
     }
 
 

@@ -14,7 +14,7 @@ from tests.slurm.leftovers import processes
 from tools import functional_tests
 from tools.cases.case import CASES
 
-ALWAYS = ("toy", "resume", "schedule_zbv_validated", "sharding_optim_grads_params")
+ALWAYS = ("toy", "schedule_zbv_validated")
 NAMES = sorted(path.stem for path in CASES.glob("*.yaml"))
 
 

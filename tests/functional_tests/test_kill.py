@@ -181,6 +181,7 @@ def test_survivor_of_a_peer_that_dies_at_start_up(tmp_path, after_s):
     assert launch.exit_record(tmp_path / "ck")["status"] == 6
 
 
+@pytest.mark.grid
 def test_survivor_of_a_sleeping_peer(tmp_path):
     check_survivor_of_a_sleeping_peer(FLAGS, script=FAULTY, folder=tmp_path, within_s=12.0)
 

@@ -50,6 +50,7 @@ def test_abort_names_rank_and_place(tmp_path, ranks, rank, where):
     assert saved(tmp_path) == ["iter_0000003"]
 
 
+@pytest.mark.grid
 def test_skip_leaves_weights_and_optimizer_alone(tmp_path):
     """Skipped from the second iteration on: what is saved after the third is what is saved after the first."""
     flags = "--inject-nan-iteration 2 --inject-lasts 9 --nan-policy skip --inject-nan-rank 1".split()

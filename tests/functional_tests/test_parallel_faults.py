@@ -190,6 +190,7 @@ def test_all_survivors_of_a_killed_stage(tmp_path):
     assert run.statuses == (6, -signal.SIGKILL, 6, 6), run.output
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flags", [PP2, pytest.param(TP2, marks=pytest.mark.full)])
 def test_survivor_of_a_sleeping_peer(tmp_path, flags):
     check_survivor_of_a_sleeping_peer([*FLAGS, *flags.split()], script=FAULTY, folder=tmp_path, within_s=20.0)

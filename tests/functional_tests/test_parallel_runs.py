@@ -64,6 +64,7 @@ def test_a_pipeline_is_one_process_bit_for_bit(run, ranks, flags):
     assert_same_bits(run(1, LOGGED), run(ranks, f"{LOGGED} {flags}"))
 
 
+@pytest.mark.grid
 def test_what_a_pipeline_says(run):
     one, two, looped = run(1, LOGGED), run(2, f"{LOGGED} {PP2}"), run(2, f"{LOGGED} {CHUNKS}")
     assert len(one.validation) == 4

@@ -40,6 +40,7 @@ def clean(tmp_path_factory):
 # --- peers that die or hang
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("flags", "victim", "microbatch"),
     [
@@ -91,6 +92,7 @@ def test_all_survivors_of_a_killed_rank_of_an_instance(tmp_path):
     assert run.statuses == (6, -signal.SIGKILL, 6, 6), run.output
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flags", [ZERO3, pytest.param(OPTIM, marks=full)])
 def test_survivor_of_a_sleeping_peer(tmp_path, flags):
     """A gather that never ends: after the timeout status 6, and who does not move."""

@@ -150,6 +150,7 @@ def test_three_ranks_share_what_three_does_not_divide(run, flags):
     assert_same_but_for_rounding(run(3, same), run(3, f"{same} {flags}"))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("flags", [ZERO3, pytest.param(ZERO2, marks=full)])
 def test_one_rank_shards_with_nobody(run, flags):
     assert_same_bits(run(1, LOGGED), run(1, f"{LOGGED} {flags}"))
@@ -211,6 +212,7 @@ def test_microbatches_may_grow_during_the_run(run, flags):
 # --- what is told
 
 
+@pytest.mark.grid
 def test_the_memory_table(run):
     """--log-fsdp-ledger: before and after the first step the same at rest, but for gradients, which come with it;
     nothing transient is left over."""

@@ -45,6 +45,7 @@ class Case:
 
     choices: ClassVar[dict[str, tuple[object, ...]]] = CHOICES
     together: ClassVar[tuple[str, ...]] = DEEP  # covered as one, beside the pairs
+    derived: ClassVar[tuple[str, ...]] = ("dp",)  # follow from the choices, and are paired with them
 
     tp: int
     pp: int
@@ -84,8 +85,8 @@ class Case:
 
     @property
     def covers(self) -> set[Pair]:
-        """Pairs of choices, data parallel ranks among them, and those that are covered together."""
-        chosen = [(name, getattr(self, name)) for name in (*self.choices, "dp")]
+        """Pairs of choices and of what follows from them, and those that are covered together."""
+        chosen = [(name, getattr(self, name)) for name in (*self.choices, *self.derived)]
         deep = tuple((name, getattr(self, name)) for name in self.together)
         return {*itertools.combinations(chosen, 2), deep}
 

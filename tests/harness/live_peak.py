@@ -9,7 +9,8 @@ import threading
 
 import torch
 
-from megatron.core.device import Device, heap_bytes
+from megatron.core.available_memory import heap_bytes
+from megatron.core.device import Device
 
 _SWITCH_S = 2e-4  # the thread waits no longer than this for Python's lock while it looks
 

@@ -78,8 +78,9 @@ def test_ranks_that_share_layers_see_what_they_see_in_an_imagined_world():
 
 @pytest.mark.parametrize(
     "words",
-    ["", f"{LLAMA} --bf16 {GQA}", f"{RECOMPUTE} 2 --recompute-method uniform",
-     f"{RECOMPUTE} 1 --recompute-method block", f"{PLAIN} {TP} --sequence-parallel"],
+    [f"{LLAMA} --bf16 {GQA}", *(pytest.param(words, marks=pytest.mark.grid) for words in (
+        "", f"{RECOMPUTE} 2 --recompute-method uniform", f"{RECOMPUTE} 1 --recompute-method block",
+        f"{PLAIN} {TP} --sequence-parallel"))],
 )  # fmt: skip
 def test_a_stage_is_the_sum_of_its_pieces_to_the_byte(words):
     config = config_of(words, 2 if TP in words else 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
+from megatron.core.transformer.experts import experts
 from megatron.core.transport.rank_grid import expert_grid
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import SWIGLU, tiny_config, tiny_stage
@@ -76,7 +79,15 @@ def edges(ctx, by, parts):
         before, ranks = traffic.moved("all_to_all"), ExpertRanks.of(ps, by)
         found[name] = computed(ranks, *inputs(ctx.rank, tokens), flags, torch.float64, undecided=undecided)
         moved[name] = (traffic.moved("all_to_all") - before).payload_bytes
-    return found, moved
+    return found, moved, told_without_memory(ranks, ctx.rank)
+
+
+def told_without_memory(ranks, rank):
+    """Where every token meets the first experts, what is said of a forward that gets no memory."""
+    full = mock.Mock(side_effect=RuntimeError("can't allocate memory"))
+    with mock.patch.object(experts, "products_by_expert", full), pytest.raises(RuntimeError) as raised:
+        computed(ranks, *inputs(rank, 24), {}, torch.float64, undecided=True)
+    return raised.value.__notes__
 
 
 def leaving(counts, rank, parts):
@@ -95,7 +106,12 @@ def leaving(counts, rank, parts):
     ("by", "parts"), [("alltoall", 1), ("allgather", 1), ("alltoall", 2), ("allgather", 2)]
 )
 def test_edges_of_what_ranks_may_be_sent(by, parts):
-    ranks, moved = zip(*run_ranks(edges, 2 * parts, by, parts), strict=True)
+    ranks, moved, told = zip(*run_ranks(edges, 2 * parts, by, parts), strict=True)
+    every = 2 * parts * 24 * 2
+    for rank, notes in enumerate(told):
+        rows = every if rank < parts else 0
+        name = "decoder.layers.0.mlp.experts"
+        assert notes == [f"in {name} of rank {rank}, of {rows} rows; {every // 2} at even load"]
     for name, (tokens, flags, undecided) in EDGES.items():
         each = [
             computed(None, *inputs(rank, tokens), flags, torch.float64, undecided=undecided)

@@ -1,4 +1,4 @@
-"""Experts on eight ranks, over the covering array of `tests.harness.experts_cases`: fp64 to 1e-10 of one process after
+"""Experts on eight ranks, over the covering arrays of `tests.harness.experts_cases`: fp64 to 1e-10 of one process after
 ten clipped steps, norms included; experts of every token and what layers count as integers. What one process computes
 is held to plain PyTorch by test_reference_moe.
 """
@@ -16,7 +16,17 @@ import torch
 
 from megatron.core.transformer.experts.router import Router
 from tests.harness.covering import read_cases, to_cover
-from tests.harness.experts_cases import FILE, OF_LAYOUT, OF_MODEL, ExpertsCase, possible_cases
+from tests.harness.experts_cases import (
+    FILE,
+    INSTANCED,
+    OF_LAYOUT,
+    OF_MODEL,
+    PARALLEL_FILE,
+    ExpertParallelCase,
+    ExpertsCase,
+    possible_cases,
+    possible_parallel_cases,
+)
 from tests.harness.layouts import CLIP, NO_DROPOUT, Layout, Run, Trained, assembled, plan_ahead, train_run
 from tests.harness.ranks import run_ranks
 from tests.harness.validated_steps import validated_results
@@ -26,6 +36,7 @@ from tests.parity.test_one_plan import layout_of, microbatches_of, num_layers_of
 COMMON = ["--fp64", "--micro-batch-size", "2", *NO_DROPOUT]
 STEPS = 10
 CASES = read_cases(ExpertsCase, FILE)
+PARALLEL_CASES = read_cases(ExpertParallelCase, PARALLEL_FILE)
 
 
 class Outcome(NamedTuple):
@@ -155,26 +166,45 @@ def jobs_of(cases):
             jobs[number] = jobs[number]._replace(clip=0.999999 * norm)
     layouts = [layout_of(case, job.clip) for case, job in zip(cases, jobs, strict=True)]
     return [
-        job._replace(layout=dataclasses.replace(layout, more=(*layout.more, *case.recompute_words)))
+        job._replace(layout=dataclasses.replace(layout, more=(*layout.more, *case.layout_words)))
         for case, job, layout in zip(cases, jobs, layouts, strict=True)
     ]
 
 
+def covers_all(cases, possible, layouts):
+    """cases: of an array. layouts: names of choices each of which goes with every model."""
+    assert all(case.is_possible for case in cases)
+    wanted = to_cover(possible)
+    assert to_cover(cases) == wanted
+    for left, right in itertools.product(layouts, OF_MODEL):
+        choices = cases[0].choices
+        for one, other in itertools.product(choices[left], choices[right]):
+            assert ((left, one), (right, other)) in wanted
+
+
 def test_the_array_covers_every_pair():
     assert len(CASES) <= 200
-    assert all(case.is_possible for case in CASES)
-    pairs = to_cover(possible_cases())
-    assert to_cover(CASES) == pairs
-    for (left, ones), (right, others) in itertools.product(OF_LAYOUT.items(), OF_MODEL.items()):
-        assert all(((left, one), (right, other)) in pairs for one in ones for other in others), (left, right)
+    covers_all(CASES, possible_cases(), OF_LAYOUT)
+
+
+@pytest.mark.grid
+def test_the_array_of_experts_over_ranks_covers_every_pair_and_triples_of_size_strategy_and_schedule():
+    assert len(PARALLEL_CASES) <= 250
+    covers_all(
+        PARALLEL_CASES, possible_parallel_cases(), ("ep", "etp", "instances", "dispatcher", "tp", *OF_LAYOUT)
+    )
+    triples = {
+        tuple(getattr(case, name) for name in ("ep", "strategy", "schedule")) for case in PARALLEL_CASES
+    }
+    assert len(triples) > 200
 
 
 def of_layout(case):
     """Cases of which this is equal share communicators in a fork."""
-    return case.tp, case.pp, case.strategy in ("HSDP", "HFSDP")
+    experts = (case.ep, case.etp) if isinstance(case, ExpertParallelCase) else ()
+    return case.tp, case.pp, case.strategy in INSTANCED, *experts
 
 
-BY_LAYOUT = sorted(CASES, key=of_layout)
 SIZE = 9  # of a part, some minutes: --lf goes on where a run was stopped
 
 
@@ -187,4 +217,24 @@ def test_one_of_the_array_equals_one_process():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(0, len(CASES), SIZE))
 def test_the_array_equals_one_process(first):
-    check(jobs_of(BY_LAYOUT[first : first + SIZE]))
+    check(jobs_of(sorted(CASES, key=of_layout)[first : first + SIZE]))
+
+
+SAMPLE = {
+    "zbv": lambda case: case.schedule == "zbv" and case.tp == case.ep == 2 and case.dispatcher == "alltoall",
+    "HSDP": lambda case: case.strategy == "HSDP" and case.ep == 2 and case.pp == 2 and case.validated,
+    "EP 8": lambda case: case.ep == 8 and case.strategy == "optim_grads_params",
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", SAMPLE)
+def test_one_of_the_array_of_experts_over_ranks_equals_one_process(name):
+    check(jobs_of([next(filter(SAMPLE[name], PARALLEL_CASES))]))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(0, len(PARALLEL_CASES), SIZE))
+def test_the_array_of_experts_over_ranks_equals_one_process(first):
+    check(jobs_of(sorted(PARALLEL_CASES, key=of_layout)[first : first + SIZE]))

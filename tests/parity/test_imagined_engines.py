@@ -110,6 +110,7 @@ def test_16_layers_of_70b_width_are_built_without_memory():
     assert engine.memory_tracker.live("moments") == pytest.approx(8 * parameters, rel=1e-6)
 
 
+@pytest.mark.grid
 def test_any_rank_of_512():
     config = wide(
         "--num-layers 16 --global-batch-size 512 --tensor-model-parallel-size 8 --sequence-parallel "

@@ -163,6 +163,7 @@ def test_every_strategy_has_the_bits_of_whole_states_where_microbatches_are_grou
         np.testing.assert_allclose(naive[name], values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.grid
 def test_recomputed_layers_are_gathered_for_their_recomputation():
     run = Run(strategy="optim_grads_params", policy="step")
     assert_same(whole(dataclasses.replace(run, recompute=True)), whole(run))

@@ -152,10 +152,9 @@ class _HostMessage(Imagined):
 
 def _of_a_copy(part: WorldPart, rank: int) -> tuple[int, ...]:
     """Ranks that hold, in every combination, the parts of a model."""
+    groups = [{one: ranks for ranks in part.rank_lists(purpose) for one in ranks} for purpose in _OF_A_COPY]
     found, new = set[int](), {rank}
     while new:
         found |= new
-        new = {
-            other for one in new for purpose in _OF_A_COPY for other in part.own_ranks(purpose, one)
-        } - found
+        new = {other for one in new for of_purpose in groups for other in of_purpose[one]} - found
     return tuple(sorted(found))

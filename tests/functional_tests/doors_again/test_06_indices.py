@@ -247,6 +247,7 @@ def test_a_file_that_is_cut_or_written_to_under_a_run_is_an_error(prefix, tmp_pa
             list(map(held.__getitem__, range(len(held))))
 
 
+@pytest.mark.grid
 def test_one_rank_of_a_machine_makes_an_index_that_cannot_be_kept(prefix, tmp_path, monkeypatch):
     monkeypatch.setattr(held_arrays, "SMALL_BYTES", 0)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])

@@ -51,6 +51,7 @@ def pipelined(tmp_path_factory):
     return train(tmp_path_factory.mktemp("pipelined"), *ZERO_BUBBLE, *EVALUATED, "--log-memory-interval", "3")
 
 
+@pytest.mark.grid
 def test_a_zero_bubble_trace_has_the_plans_operations_in_the_plans_order_and_no_others(pipelined):
     plan = read_timeline(pipelined.folder / "timeline")[-1].plan
     for rank in range(2):

@@ -70,6 +70,7 @@ def test_no_page_sends_to_problems_that_there_are_not(page):
     assert page(*LARGE, *NULL, "--micro-batch-size", "7")["batch"] == "not known: see the problems"
 
 
+@pytest.mark.grid
 def test_more_memory_than_this_machine_has_draws_a_word(page, monkeypatch):
     each = 4 * 2**20  # one rank has room, four have not
     for words, here, fits in (

@@ -54,6 +54,7 @@ def test_log_record_and_timeline_say_the_same_two_numbers_of_every_step(run, cap
         assert of_timeline == [f"{one:.2f}%" for one in both], iteration
 
 
+@pytest.mark.grid
 def test_the_picture_of_a_report_is_of_the_same_step(run, capsys):
     folder, _ = run
     rates = [shown(folder, 4, capsys)[name]["bubble_rate"] for name in ("planned", "measured")]

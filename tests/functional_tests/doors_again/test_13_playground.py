@@ -82,6 +82,7 @@ def held_equal(asked):
             assert most <= s["chunks"] * limits[rank] + 1e-9, s
 
 
+@pytest.mark.grid
 def test_searched_orders_take_as_long_as_the_planners():
     chance = random.Random(5)
     held_equal([settings(chance, number, most_ranks=4, most_microbatches=8) for number in range(5)])

@@ -108,6 +108,7 @@ def test_signals_reach_the_ranks(tmp_path, number):
     assert last == f"stopped by {number.name}: the ranks have left no record of a run"
 
 
+@pytest.mark.grid
 def test_a_rank_that_dies_is_named_and_restarts_are_the_agents(tmp_path):
     kills = tmp_path / "kills.py"
     kills.write_text(

@@ -69,6 +69,7 @@ def lock_of_index(tmp_path):
     return lock
 
 
+@pytest.mark.grid
 def test_a_lease_is_taken_whoever_locks_what_was_its_lock(tmp_path):
     (tmp_path / "ck").mkdir()
     with locked_by_another_process(tmp_path / "ck" / ".lease.lock"):

@@ -52,6 +52,7 @@ def test_the_choice_is_made_again_with_what_was_measured():
     assert reasons[0].endswith(": chosen")
 
 
+@pytest.mark.grid
 def test_where_nothing_keeps_to_it_both_figures_and_the_flag_are_named():
     spec, costs, alike = of_measured(1_000_000, 3.0)
     with pytest.raises(RankLimitError) as refused:

@@ -26,6 +26,7 @@ def content(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.grid
 def test_a_held_lease_ends_the_second_run_with_3_and_nothing_in_the_folder_changes(tmp_path):
     with launch.forked(ASLEEP, script=FAULTY, cwd=tmp_path) as holder:
         holder.wait_for("rank 0 sleeps")

@@ -290,6 +290,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.grid
 def test_fully_shard_works_in_place_and_nests(tmp_path):
     checks = {check.__name__: check for check in CHECKS}
     checks["the_model_stays_what_it_is"] = functools.partial(the_model_stays_what_it_is, folder=tmp_path)

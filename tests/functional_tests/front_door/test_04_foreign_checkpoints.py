@@ -290,6 +290,7 @@ def test_a_run_may_start_from_scratch_in_the_folder_that_it_saves_to(there, tmp_
         assert name.partition("/")[0] in note
 
 
+@pytest.mark.grid
 def test_the_first_start_of_a_restart_loop_says_what_it_saw(tmp_path):
     make(tmp_path / "ck", files("notes.txt"))
     words = [*forgery.FLAGS, "--save", "ck", "--load", "ck", "--train-iters", "1"]

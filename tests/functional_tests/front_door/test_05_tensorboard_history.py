@@ -33,6 +33,7 @@ def check(tmp_path, num_iterations):
         assert found[f"{tag} vs samples"] == [8 * iteration for iteration in iterations]
 
 
+@pytest.mark.grid
 def test_nothing_is_purged_where_a_run_goes_on(tmp_path):
     for end in (2, 4, 6):
         run(tmp_path, f"--train-iters 6 --exit-interval {end}")

@@ -143,6 +143,7 @@ def test_a_launch_ends_with_3_and_one_line(folder):
     assert snapshot(folder / "ck") == before
 
 
+@pytest.mark.grid
 def test_a_checkpoint_written_before_the_schema_goes_on_as_its_own_run_did(folder):
     run = launch.ok(launch.run_forked([*forgery.FLAGS, "--save", "ck", "--load", "ck"], cwd=folder))
     losses = [float(text.split()[0]) for text in run.losses().values()]

@@ -109,6 +109,7 @@ def test_too_few_files_are_a_message(tmp_path, ranks, files):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.grid
 def test_a_soft_limit_on_files_is_raised(tmp_path):
     flags = [*SHORT, "--num-workers", "2"]
     run = launch.ok(launch.run_forked(flags, ranks=2, script=ODD, cwd=tmp_path, env={"SOFT_FILES": "24"}))

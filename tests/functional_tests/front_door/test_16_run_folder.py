@@ -32,6 +32,7 @@ def test_two_runs_write_two_folders_that_the_log_names_and_nothing_else(tmp_path
         assert json.loads((folder / "exit.json").read_text())["reason"] == "trained to the end"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_leaves_its_record_in_the_folder_that_rank_0_chose(tmp_path, rank):
     flags = [*SHORT, *f"--kill-iteration 2 --fault-rank {rank}".split()]

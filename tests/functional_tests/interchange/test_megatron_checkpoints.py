@@ -137,6 +137,7 @@ def export(folder, to, *more):
     return main(["export", "--load", str(folder / "ck"), "--megatron", str(to), *more])
 
 
+@pytest.mark.grid
 def test_out_and_in_again_changes_no_bit_of_weights_and_optimizer(trained, tmp_path, monkeypatch):
     """Pieces of few rows, several files; what a run goes on to is the same (tests/wheels has megatron-core read it)."""
     monkeypatch.setattr(torch_dist, "PIECE_BYTES", 1000)

@@ -61,6 +61,7 @@ SAMPLED = [("llama3.2", "tp 2 x pp 2"), ("gpt2", "fsdp 2")]
 GRID = [(name, layout) for name in TOYS for layout in LAYOUTS]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "layout"),
     [case if case in SAMPLED else pytest.param(*case, marks=pytest.mark.full) for case in GRID],
@@ -83,6 +84,7 @@ def test_in_by_load_three_steps_and_out(name, layout, tmp_path, capsys, monkeypa
     assert words_of(tmp_path / "back", prompt.tolist(), capsys, monkeypatch) == expected
 
 
+@pytest.mark.grid
 def test_a_restart_loop_begins_with_a_pretrained_model_and_survives_a_kill(tmp_path):
     """The same line again and again; what it saves is loaded without a flag of the model's origin."""
     begin("qwen2", tmp_path)

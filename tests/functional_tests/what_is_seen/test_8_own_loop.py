@@ -203,6 +203,7 @@ def on_two_ranks(tmp_path_factory):
     return share_ranks(2, loops)
 
 
+@pytest.mark.grid
 def test_the_quickstart_loop_runs_on_two_ranks_as_on_one(on_one_rank, on_two_ranks):
     (reference,) = on_one_rank["quickstart"]
     assert len(reference) == 2 * STEPS

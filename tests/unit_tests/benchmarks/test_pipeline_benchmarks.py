@@ -35,6 +35,7 @@ def test_schedules_in_turn_against_their_plans(tmp_path, capsys):
     assert result["schedules"]["1f1b"]["planned_cost_ms"] > result["schedules"]["zbv"]["planned_cost_ms"]
 
 
+@pytest.mark.grid
 def test_plans_with_gathers_and_reductions_against_a_slow_wire(tmp_path, capsys):
     """The engine's sums are looked at inside; no step beats its plan, which waits for the wire: 32 KiB of a unit of
     64 KiB take 1.09 ms, and nothing hides the first gather and the last sum."""

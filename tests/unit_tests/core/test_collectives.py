@@ -182,7 +182,7 @@ def test_units_are_gathered_in_one_call_whatever_their_types(world):
             assert torch.equal(output, expected.view(torch.uint8)), sizes[i]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.grid)])
 def test_units_are_reduced_in_one_call_to_the_sums_in_rank_order(world):
     """Every mix of types, with and without what is there already; the bits are those of the written-out sum."""
     fp64, fp32, bf16, fp16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -235,6 +235,7 @@ def test_units_are_reduced_in_one_call_to_the_sums_in_rank_order(world):
         assert torch.equal(again, before(0) + in_rank_order(parts))
 
 
+@pytest.mark.grid
 def test_a_share_of_four_ranks_may_lie_in_what_is_reduced():
     """The own slice is a part of the sum and its place: ranks 2 and 3 add it last."""
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron.core import device as device_module
+from megatron.core.available_memory import heap_bytes
 from megatron.core.device import (
     Device,
     available_cores,
     current_device,
     device_in_use,
     elements_at_a_time,
-    heap_bytes,
     set_threads,
 )
 from tests.harness.live_peak import reset_peak
@@ -124,3 +124,25 @@ def test_blocks_fit_the_cache_on_cpu_and_are_worth_a_launch_on_cuda():
     on_gpu = types.SimpleNamespace(device=torch.device("cuda"))
     assert elements_at_a_time(torch.empty(0), 1 << 18) == 1 << 18
     assert elements_at_a_time(on_gpu, 1 << 18) == 1 << 22
+
+
+@pytest.mark.parametrize(("rows", "columns"), [((7,), 9), ((3, 400), 9), ((600,), 1100)])
+def test_products_by_fp32_are_rounded_once(monkeypatch, rows, columns):
+    """Of one part, of several rows, of several rows and columns."""
+    monkeypatch.setitem(device_module.SHORT, torch.bfloat16, None)
+    torch.manual_seed(0)
+    x, weight = torch.randn(*rows, 40).bfloat16(), torch.randn(columns, 40).bfloat16()
+    bias = torch.randn(columns).bfloat16()
+    exact = x.double() @ weight.double().t()
+    bound = 2.0**-8  # half of a step between neighbours, and what fp32 leaves
+
+    def check(out, expected):
+        assert out.shape == expected.shape
+        assert ((out.double() - expected).abs() <= bound * expected.abs() + 1e-5).all()
+
+    check(device_module.product(x, weight.t()), exact)
+    check(device_module.linear(x, weight, bias), exact + bias.double())
+    if len(rows) == 1:
+        into = x.new_empty(exact.shape)
+        assert device_module.product(x, weight.t(), into) is into
+        check(into, exact)

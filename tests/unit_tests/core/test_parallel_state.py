@@ -105,6 +105,7 @@ def test_init_and_destroy_through_a_file(tmp_path):
     assert run_ranks(body, 2) == [(3.0, False), (3.0, False)]
 
 
+@pytest.mark.grid
 def test_every_purpose_talks_to_its_rank_list_and_to_nobody_else():
     layouts = {
         "tp2_dp2_pp2": {"tp": 2, "dp": 2, "pp": 2},

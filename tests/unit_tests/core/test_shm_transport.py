@@ -63,6 +63,7 @@ def everything(ctx, group) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_bits_are_those_of_messages_and_no_message_is_sent(world, monkeypatch):
     def body(ctx):

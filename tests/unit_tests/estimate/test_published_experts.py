@@ -45,6 +45,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_counts(name):
     vocabulary, sizes, expected = MODELS[name]

@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.harness import launch
@@ -14,6 +15,7 @@ from tests.harness import launch
 SCRIPT = Path(__file__).parents[3] / "examples" / "custom_fsdp" / "train.py"
 
 
+@pytest.mark.grid
 def test_two_ranks_hold_halves_and_train_as_one_process(tmp_path):
     output = launch.ok(launch.run_forked([], script=str(SCRIPT), ranks=2, cwd=tmp_path)).output
     first, last, held, whole = re.search(

@@ -33,6 +33,7 @@ def words_of(name, *flags, **variables):
     return words[words.index("pretrain_gpt.py") + 1 :]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "vocabulary", "active"),
     [("mixtral", 32000, 12_879_925_248), ("qwen3_moe", 151936, 3_353_032_704)],

@@ -178,6 +178,7 @@ def exists_below(placement, total, costs, limits, bound):
     return extend(0.0, 3 * total * (last + 1))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("placement", "total", "examples"),
     [

@@ -76,6 +76,7 @@ def test_config_json_comes_back(name):
         assert of_made[key] == model.config().kv_channels
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "total", "experts", "active"),
     [

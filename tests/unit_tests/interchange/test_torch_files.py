@@ -5,6 +5,7 @@ import collections
 import contextlib
 import os
 import pickle
+import shutil
 import zipfile
 
 import pytest
@@ -281,3 +282,111 @@ def test_ranks_files_make_whole_tensors(tmp_path, tp, pp, chunks):
     stored = stored_values(source)
     for name, value in whole.items():
         assert torch.equal(stored["model." + name], value), name
+
+
+SCHEDULE = dict.fromkeys(
+    "max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps wd_incr_style "
+    "num_steps".split(),
+    1,
+)  # fmt: skip
+EXPERTS, WIDTH = 8, 6
+
+
+def whole_experts(layers):
+    """Of a model whose second layer has no experts: weights by our names, and moments beside them."""
+    weights = {"embedding.word_embeddings.weight": torch.randn(16, 4)}
+    for n in range(layers):
+        at = f"decoder.layers.{n}."
+        weights |= {
+            f"{at}input_layernorm.weight": torch.randn(4),
+            f"{at}self_attention.linear_proj.weight": torch.randn(4, 4),
+        }
+        if n == 1:
+            weights[f"{at}mlp.linear_fc1.weight"] = torch.randn(2 * WIDTH * 2, 4)
+            continue
+        weights |= {
+            f"{at}mlp.router.weight": torch.randn(EXPERTS, 4),
+            f"{at}mlp.experts.linear_fc1.weight": torch.randn(EXPERTS, 2 * WIDTH * 2, 4),
+            f"{at}mlp.experts.linear_fc2.weight": torch.randn(EXPERTS, 4, 2 * WIDTH),
+        }
+    return weights
+
+
+def held_of(name, value, tp, etp, ep, grouped):
+    """(their local name, values) of what a rank has. tp, etp, ep: rank and size."""
+    gated = "linear_fc1" in name
+    if ".experts." not in name:
+        parts = [value]
+        if "layernorm" not in name and "router" not in name:
+            dim = 1 if "proj" in name else 0
+            halves = value.chunk(2) if gated else [value]
+            parts = [torch.cat([half.chunk(tp[1], dim)[tp[0]] for half in halves], dim)]
+        yield name, parts[0].contiguous()
+        return
+    each = EXPERTS // ep[1]
+    for number in range(each):
+        one = value[ep[0] * each + number]
+        halves, dim = (one.chunk(2), 0) if gated else ([one], 1)
+        part = torch.cat([half.chunk(etp[1], dim)[etp[0]] for half in halves], dim).contiguous()
+        module, _, rest = name.partition(".experts.")
+        theirs = f"{rest}{number}" if grouped else f"local_experts.{number}.{rest}"
+        yield f"{module}.experts.{theirs}", part
+
+
+def optimizer_of(names, local):
+    """State of one, with weights that decay in its first group."""
+    decay = [name for name in names if "layernorm" not in name]
+    others = [name for name in names if name not in decay]
+    states = [
+        {kind: local(kind, name) for kind in ("exp_avg", "exp_avg_sq")} | {"step": 3}
+        for name in decay + others
+    ]
+    ids = list(range(len(names)))
+    groups = [{"params": ids[: len(decay)], "wd_mult": 1.0}, {"params": ids[len(decay) :], "wd_mult": 0.0}]
+    return {"state": dict(enumerate(states)), "param_groups": groups[: 2 if others else 1]}
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(
+    ("tp", "etp", "ep", "pp"), [(1, 1, 2, 1), (1, 1, 4, 2), (2, 2, 2, 1), (2, 1, 4, 2), (4, 2, 4, 1)]
+)
+def test_files_of_expert_parallel_ranks(tmp_path, tp, etp, ep, pp, grouped):
+    """`mp_rank_*_EEE`, with an optimizer of experts; where ETP is below TP not each pair of ranks has a file."""
+    layers = 2 * pp
+    kinds = {kind: whole_experts(layers) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    args = argparse.Namespace(
+        swiglu=True, num_experts=EXPERTS, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+        untie_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    for stage in range(pp):
+        for rank in range(max(tp, etp * ep)):
+            at = (rank % tp, tp), (rank % etp, etp), (rank // etp % ep, ep)
+            state = {}
+            for kind, whole in kinds.items():
+                for name, value in whole.items():
+                    number = int(name.split(".")[2]) if "layers" in name else 0
+                    if number // 2 == stage:
+                        local = name.replace(f"layers.{number}.", f"layers.{number % 2}.")
+                        for theirs, part in held_of(local, value, *at, grouped):
+                            state.setdefault(kind, {})[theirs] = part
+            of_experts = [name for name in state["weight"] if ".experts." in name]
+            dense = [name for name in state["weight"] if name not in of_experts]
+            local = lambda kind, name, state=state: state[kind][name]  # noqa: E731
+            folder = f"mp_rank_{at[0][0]:02d}" + (f"_{stage:03d}" if pp > 1 else "") + f"_{at[2][0]:03d}"
+            (tmp_path / folder).mkdir(exist_ok=True)
+            saved = {
+                "args": args, "iteration": 5, "model": state["weight"], "opt_param_scheduler": SCHEDULE,
+                "optimizer": [optimizer_of(names, local) for names in (dense, of_experts)],
+            }  # fmt: skip
+            torch.save(saved, tmp_path / folder / "model_optim_rng.pt")
+    source = open_torch(tmp_path, optimizer=True)
+    stored = stored_values(source)
+    prefixes = {"weight": "model.", "exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+    assert len(stored) == sum(map(len, kinds.values()))
+    for kind, whole in kinds.items():
+        for name, value in whole.items():
+            assert torch.equal(stored[prefixes[kind] + name], value), name
+    assert source.state["optimizer"]["num_steps"] == 3
+    shutil.rmtree(next(tmp_path.glob(f"*_{ep - 1:03d}")))
+    with pytest.raises(CheckpointError, match=r"it is not whole|files of"):
+        open_torch(tmp_path)

@@ -168,6 +168,7 @@ def test_plan_above_the_measured_step_and_memory_by_kind(tmp_path):
     )
 
 
+@pytest.mark.grid
 def test_size_stays_small_for_long_runs(tmp_path):
     out = write_report(write_metrics(tmp_path, 30_000), tmp_path / "report.html")
     assert out.stat().st_size < 2_000_000

@@ -143,6 +143,7 @@ def test_one_limit_chooses_and_says_why(tmp_path):
     assert ">limit 64 MiB<" in text
 
 
+@pytest.mark.grid
 def test_a_named_schedule_under_a_limit_chooses_the_rest(capsys):
     assert show_schedule.main([*LIMITED, "--schedule", "zb-1p", "--rank-memory-limit", "64M"]) == 0
     told = capsys.readouterr().out

@@ -239,6 +239,7 @@ def test_the_text_shows_the_pipeline(capsys):
     ]
 
 
+@pytest.mark.grid
 def test_a_long_run_of_the_simulator_is_left_out(capsys):
     words = "--num-layers 64 --pipeline-model-parallel-size 64 --global-batch-size 1600 --world-size 64"
     _, report = check_json(capsys, *SMALL, *words.split())

@@ -118,6 +118,7 @@ def own(config, ps, **words):
     return model
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("provider", [frozen, own])
 def test_what_flags_do_not_describe_is_planned_as_built_and_not_under_a_limit(provider):
     def body(ctx):

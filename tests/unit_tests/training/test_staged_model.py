@@ -134,6 +134,7 @@ SEQUENCE_PARALLEL = (
 )
 
 
+@pytest.mark.grid
 def test_gathered_inputs_are_kept_where_the_limit_has_room():
     def made(limit):
         return spec_of_tp(f"{SEQUENCE_PARALLEL} --pipeline-memory-limit {limit}")

@@ -10,7 +10,9 @@ is added up for a token then needs no more than a sum.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,7 @@ from megatron.core.transformer.layer_table import ExpertSizes
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transformer.norm import in_dtype
 
+_T = TypeVar("_T")
 _WIDENED_ELEMENTS = 1 << 16  # of a temporary in fp32 on CPU: a third of the time that all rows at once take
 
 
@@ -84,7 +87,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: TransformerConfig, experts: ExpertSizes, factory: LayerFactory) -> None:
         super().__init__()
-        self.tp, self.ranks, self.grouped = factory.tp, factory.experts, config.moe_grouped_gemm
+        self.name, self.tp, self.ranks = factory.name, factory.tp, factory.experts
+        self.grouped = config.moe_grouped_gemm
         self.parts = factory.tp if self.ranks is None else self.ranks.etp  # who has which part of each expert
         self.again = config.recomputes("moe")  # the activation's input is not kept
         self.activation = mlp_activation(config)
@@ -99,16 +103,40 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, choices: Choices) -> Tensor:
         way = dispatched(choices, self.tp, self.ranks)
-        return apply(_Experts(self, way), x, way.weights, parameters=self.parameters())
+        return apply(_Experts(self, way, choices.even_rows), x, way.weights, parameters=self.parameters())
+
+    def load(self, rows: int, even_rows: int) -> str:
+        """What is said of this many rows, of a microbatch of the layer's tensor parallel ranks that has even_rows."""
+        if self.ranks is None:
+            return f"in {self.name}, of {rows} rows"
+        peers, parts = self.ranks.peers, self.tp.size if self.tp.sequence_parallel else 1
+        even = even_rows * peers.size // (parts * self.ranks.ep_size)
+        return f"in {self.name} of rank {peers.ranks[peers.rank]}, of {rows} rows; {even} at even load"
+
+
+def _says_load(compute: Callable[..., _T]) -> Callable[..., _T]:
+    """What cannot be computed, mostly for want of memory, is told with the rows that it had."""
+
+    @functools.wraps(compute)
+    def computed(self: _Experts, *inputs: Any) -> _T:
+        try:
+            return compute(self, *inputs)
+        except (MemoryError, RuntimeError) as error:
+            error.add_note(self.experts.load(self.way.ends[-1], self.even_rows))
+            raise
+
+    return computed
 
 
 class _Experts(NamedTuple):
     """A `GradFunction` of x and the weights of rows. n: this rank's tokens. What it keeps: moe_layer, [Note: experts
-    again]."""
+    again]. even_rows: of the microbatch."""
 
     experts: Experts
     way: Dispatch
+    even_rows: int
 
+    @_says_load
     def forward(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Kept]:
         experts, way, ends = self.experts, self.way, self.way.ends
         fc1, fc2 = experts.linear_fc1, experts.linear_fc2
@@ -124,6 +152,7 @@ class _Experts(NamedTuple):
         kept = of_x, None if experts.again else wide, weights, fc1.weight, fc1.bias, fc2.weight, fc2.bias
         return sums.view(x.shape), kept
 
+    @_says_load
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor]:
         of_x, wide, weights, weight1, bias1, weight2, bias2 = kept
         experts, way, ends = self.experts, self.way, self.way.ends

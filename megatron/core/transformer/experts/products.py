@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron.core.device import is_short, kind_of, product
+from megatron.core.device import goes_by_fp32, product
 
 _ALIGNED = 16  # bytes that strides of rows are a multiple of where torch groups products
 
@@ -25,11 +25,7 @@ def products_by_expert(x: Tensor, weight: Tensor, ends: Sequence[int], grouped: 
     out, start = x.new_empty(len(x), weight.shape[2]), 0
     for matrix, end in zip(weight.unbind(), ends, strict=True):
         if start < end:
-            rows = x[start:end]
-            if is_short(rows, matrix):
-                out[start:end] = product(rows, matrix)
-            else:
-                torch.mm(rows, matrix, out=out[start:end])
+            product(x[start:end], matrix, out[start:end])
         start = end
     return out
 
@@ -40,8 +36,5 @@ def _is_groupable(x: Tensor, weight: Tensor, ends: Sequence[int]) -> bool:
     steps = [x.stride(0), *(step for step in weight.stride() if step != 1)]
     if any(step * x.element_size() % _ALIGNED for step in steps):
         return False
-    # Short products of 16-bit numbers are quicker in 32 bits on CPUs without such instructions (`device.SHORT`).
     sizes = zip((0, *ends), ends, strict=False)
-    return kind_of(x.device) == "cuda" or not any(
-        is_short(x[start:end], weight[0]) for start, end in sizes if start < end
-    )
+    return not any(goes_by_fp32(x[start:end], weight[0]) for start, end in sizes if start < end)

@@ -124,6 +124,7 @@ def test_four_ranks_load_what_four_ranks_saved_under_any_layout(saved):
     assert [by_rank[rank]["dp4", "pp4 uneven tied"] for rank in range(4)] == [8, 28, 0, 12]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("source", FOUR)
 def test_other_numbers_of_ranks_load_it_too(saved, source):
     root, _ = saved
@@ -150,6 +151,7 @@ def test_every_element_is_written_once_however_many_ranks_hold_it(saved, source)
     assert len(manifest.files) == (3 if source == "pp4 uneven tied" else 4)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("source", ["one", "tp2"])
 def test_four_ranks_load_what_fewer_saved(tmp_path, source):
     x = LAYOUTS[source]

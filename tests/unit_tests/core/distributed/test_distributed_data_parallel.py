@@ -92,7 +92,9 @@ def assert_same_bits(steps, others):
         assert all(torch.equal(grad, other[name]) for name, grad in grads.items())
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [name if name == "plain" else pytest.param(name, marks=pytest.mark.grid) for name in MODELS]
+)
 def test_every_strategy_and_grouping_equals_one_process(model):
     cases = {
         f"{strategy} {grouping} {by_unit}": (strategy, grouping, by_unit, 1, {})

@@ -345,6 +345,7 @@ ROWS = {name: (sharding_of(name), 1) for name in STRATEGIES} | {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("tp", "copies", "dp"), [(2, 2, 2), (4, 2, 2), (2, 2, 4)])
 def test_every_strategy_adds_what_its_ranks_hold_of_partial_regions(tp, copies, dp):
     """After the sum over data parallel ranks each has a part of it; all parts together are the whole, to the bit."""

@@ -165,6 +165,7 @@ def part_of_model(ctx: RankContext, tp: int, pp: int) -> dict[tuple[str, str], l
     return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("tp", "pp"),
     [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.full), pytest.param(1, 3, marks=pytest.mark.full)],

@@ -142,6 +142,7 @@ def equal_the_reference(ranks: list[Outcome], name: str) -> None:
         assert parameter.grad.abs().max() > 1e-6 or "k_layernorm.bias" in parameter_name, parameter_name
 
 
+@pytest.mark.grid
 def test_what_is_partial():
     """Norms' gradients are whole on every rank until the sequence is split; those of heads never are."""
     names = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.core import device
 from megatron.core.module import ModelContext
 from megatron.core.transformer.self_attention import CoreAttention, InferenceCache
 from tests.harness.tiny_models import GQA, ROPE, SEQ, backward_microbatch, tiny_batch, tiny_config, tiny_model
@@ -128,3 +129,23 @@ def test_bf16_trains():
     assert all(
         grad.abs().max() > 0 for name, grad in model.summed_grads().items() if "k_layernorm" not in name
     )
+
+
+def test_the_backward_where_16_bits_are_emulated(monkeypatch):
+    """In fp32 inside, with and without autograd around it: gradients are rounded once."""
+    monkeypatch.setitem(device.SHORT, torch.bfloat16, None)
+    torch.manual_seed(0)
+    core = CoreAttention(tiny_config(), ModelContext(seed=1), 0)
+    narrow = [torch.randn(3, 4, 12, 8).bfloat16().requires_grad_() for _ in range(3)]
+    exact = [one.detach().double().requires_grad_() for one in narrow]
+    dy = torch.randn(3, 4, 12, 8).bfloat16()
+    out = core.attend(*narrow)
+    grads = torch.autograd.grad(out, narrow, dy)
+    expected = torch.autograd.grad(core.attend(*exact), exact, dy.double())
+    for grad, of_exact in zip(grads, expected, strict=True):
+        assert grad.dtype == torch.bfloat16
+        assert (grad.double() - of_exact).abs().max() < 0.02
+    with torch.no_grad():
+        alone, kept = core.kernel_forward(*narrow)
+        assert torch.equal(alone, out)
+        assert all(map(torch.equal, core.kernel_backward(kept, dy), grads))

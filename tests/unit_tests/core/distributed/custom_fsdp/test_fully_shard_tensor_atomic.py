@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -98,5 +99,6 @@ def test_tensor_atomic_on_two_ranks():
     share_ranks(2, {check.__name__: check for check in CHECKS})
 
 
+@pytest.mark.grid
 def test_tensor_atomic_on_four_ranks():
     share_ranks(4, {check.__name__: check for check in CHECKS})

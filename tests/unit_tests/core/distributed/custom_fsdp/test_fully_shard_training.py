@@ -101,6 +101,7 @@ def test_parity_on_two_ranks():
     _share(2)
 
 
+@pytest.mark.grid
 def test_parity_on_three_ranks():
     _share(3)
 

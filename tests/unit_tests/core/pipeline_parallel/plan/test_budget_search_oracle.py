@@ -106,6 +106,7 @@ def test_more_limits_and_costs_of_two_microbatches(seed):
     held_to(2, 2, seed)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(3))
 def test_three_microbatches_of_two_units(seed):
     held_to(3, 2, seed)

@@ -94,6 +94,7 @@ def check_rollbacks(outs):
     assert found
 
 
+@pytest.mark.grid
 def test_four_ranks():
     faults = {0: (0.5, inf), 1: (1.0, LARGE), 3: (0.0, LARGE)}
     runs, plan = {}, plan_of("zb-2p", 4, 8)

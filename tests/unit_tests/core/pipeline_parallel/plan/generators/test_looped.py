@@ -30,6 +30,7 @@ def groups(p):
     return sorted({-(-p // 2), (3 * p) // 4 or 1, p} & set(range(-(-p // 2), p + 1)))
 
 
+@pytest.mark.grid
 def test_grid_verifies():
     for p, m in [(1, 1), (1, 5), *GRID]:
         group = groups(p)[(p + m) % len(groups(p))]

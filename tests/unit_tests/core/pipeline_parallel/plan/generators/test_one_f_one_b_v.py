@@ -19,6 +19,7 @@ from tests.harness.schedules import (
 )
 
 
+@pytest.mark.grid
 def test_grid_verifies_and_holds_two_thirds():
     for p, m in [(1, 1), (1, 5), *GRID]:
         plan = build_plan("1f1b-v", Request(p, m))

@@ -12,6 +12,7 @@ from tests.harness.rival_schedule import rival_cost
 
 
 # The worst gap of a draw, and the median of all, in points: (median, worst).
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("schedule", "median", "worst"), [("zb-1p", 0.1, 2), ("zb-2p", 0.5, 2), ("zbv", 0.5, 2)]
 )
