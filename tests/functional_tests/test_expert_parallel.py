@@ -3,12 +3,16 @@ named by the exchange that missed it."""
 
 from __future__ import annotations
 
+import re
+import signal
+
 import pytest
 
 from tests.functional_tests.test_experts import EXPERTS, RUN
 from tests.functional_tests.test_resume import assert_bit_for_bit
 from tests.harness import launch
 
+FAULTY = "tests/functional_tests/trainers/faulty_collectives.py"
 FSDP = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
 TWO = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 STAGES = f"--pipeline-model-parallel-size 2 {TWO}"
@@ -38,6 +42,19 @@ def test_schedules_have_the_bits_of_1f1b(more, tmp_path):
     clip = "--clip-grad 1.0"
     expected = saved(tmp_path / "a", 4, f"{STAGES} {layers} {clip}")
     assert saved(tmp_path / "b", 4, f"{STAGES} {layers} {clip} {more}") == expected
+
+
+@pytest.mark.grid
+def test_a_peer_that_is_lost_in_an_exchange_is_named_with_it(tmp_path):
+    """Its second call over the group: behind the counts, the rows of the first layer."""
+    fault = "--fault-at ep_etp:2 --fault-iteration 3 --save-interval 2"
+    words = [*RUN, *TWO.split(), *fault.split()]
+    run = launch.run_forked(words, ranks=2, script=FAULTY, cwd=tmp_path)
+    assert run.statuses == (6, -signal.SIGKILL), run.output
+    told = r"rank 0: .*iteration 3, .*lost a peer in all_to_all over group 'ep_etp' \(ranks \[0, 1\]\)"
+    assert re.search(told, run.output), run.output
+    record = launch.exit_record(tmp_path / "ck")
+    assert (record["status"], record["requeue"], record["checkpoint"]) == (6, True, "ck/iter_0000002")
 
 
 def saved(folder, ranks, more):

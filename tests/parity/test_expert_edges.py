@@ -10,6 +10,10 @@ recomputation does to them.
 | the global loss on data parallel ranks (#3672) | here, and ten steps of it in test_moe_recompute |
 | norms with experts counted by one rank alone (#5916) | test_moe_layouts, test_expert_faults |
 | what is not finite | test_expert_faults |
+| a rank and experts without tokens, over ranks (#1877) | test_expert_dispatch |
+| gradients as many times too large as experts have ranks (#5656, #5956) | test_experts_array |
+| experts cut otherwise than dense layers (#6080), sizes lost under FSDP (#1781) | test_experts_array |
+| experts loaded behind another split (#924) | test_checkpoint_matrix |
 | all others | here |
 """
 

@@ -328,7 +328,7 @@ def test_units_of_a_group_of_one():
         collectives.all_gather_units([(half, full)], group)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "sum_gradients"])
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "sum_gradients", "all_to_all"])
 def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op, tmp_path):
     def body(ctx):
         ps = short_ps(ctx, 2)
@@ -343,6 +343,8 @@ def test_a_dead_and_a_silent_peer_are_lost_in_exchanges_too(op, tmp_path):
                 collectives.all_gather_units([(big, small)], ps.dp_group).wait()
             elif op == "reduce_scatter":
                 collectives.reduce_scatter_units([(small, big)], ps.dp_group, accumulate=True).wait()
+            elif op == "all_to_all":
+                collectives.all_to_all(torch.empty(len(big)), big, *[[1 << 16] * 3] * 2, ps.dp_group)
             else:
                 collectives.sum_gradients(big, ps.dp_group).wait()
         except PeerLostError as error:

@@ -292,6 +292,22 @@ SCHEDULE = dict.fromkeys(
 EXPERTS, WIDTH = 8, 6
 
 
+def test_torch_dist_with_an_optimizer_of_experts(tmp_path):
+    """Each optimizer has its number in front of names, and in what belongs to both."""
+    name = "decoder.final_layernorm.weight"
+    values = {"model": torch.randn(4), "moment": torch.randn(4)}
+    theirs = {name: values["model"], f"chained_0.optimizer.state.exp_avg.{name}": values["moment"]}
+    dcp.save(theirs, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    each = {"optimizer": {"state": {"common_step": 3}, "param_groups": []}}
+    common = {"args": argparse.Namespace(), "iteration": 5, "optimizer": {0: each, 1: each}}
+    torch.save(common | {"opt_param_scheduler": SCHEDULE}, tmp_path / "common.pt")
+    source = open_torch_dist(tmp_path, optimizer=True)
+    stored = stored_values(source)
+    assert torch.equal(stored[f"model.{name}"], values["model"])
+    assert torch.equal(stored[f"optimizer.exp_avg.{name}"], values["moment"])
+    assert source.state["optimizer"]["num_steps"] == 3
+
+
 def whole_experts(layers):
     """Of a model whose second layer has no experts: weights by our names, and moments beside them."""
     weights = {"embedding.word_embeddings.weight": torch.randn(16, 4)}
