@@ -31,7 +31,7 @@ FLAGS = (
     "--tokenizer-type NullTokenizer --vocab-size 128255 --padded-vocab-size 128256 "
     "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16 "
     "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-    "--use-distributed-optimizer --distributed-backend nccl"
+    "--use-distributed-optimizer --rehearse --device-profile h100-80gb"
 )
 
 

@@ -39,7 +39,7 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 # kernels for 16 bits do; None: all of them. With instructions for a dtype a call of its kernel costs 25 us before it
 # computes, in which a core does 2^19 multiplications in fp32 with their casts. Without them torch's kernels take 277 us
 # for 32 x 192 times 192 x 64, which is 36 in fp32, and for large ones 40 times as long as fp32 (AVX2) or 4.4 (AVX-512).
-SHORT = {one: 1 << 19 if _has_instructions(one) else None for one in (torch.bfloat16, torch.float16)}
+SHORT = {dtype: 1 << 19 if _has_instructions(dtype) else None for dtype in (torch.bfloat16, torch.float16)}
 
 DeviceKind = Literal["cpu", "cuda"]
 MEMORY_HISTORY = 100_000  # allocations that torch remembers, as many as Megatron has it do

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, MemoryTracker
 from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder
@@ -57,6 +56,15 @@ class _Output:
     def made(self) -> Tensor:
         shape, stride, dtype = self._facts
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def _replaced(kind: type, replace: Callable[[Any], Any], value: Any) -> Any:
+    """What an operation gives, which is one of a kind or a row of them, with these replaced."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_replaced(kind, replace, one) for one in value)
+    return value
 
 
 def _shapes(value: Any) -> Any:
@@ -126,14 +134,14 @@ class StepWatch(StorageWatch):
         except TypeError:  # what has no hash
             return super()._call(func, inputs, args, kwargs)
         if known is not None:
-            return tree_map_only(_Output, _Output.made, known)
+            return _replaced(_Output, _Output.made, known)
         out = super()._call(func, inputs, args, kwargs)
         outputs = tensors_in(out)
         if outputs and not func._schema.is_mutable and all(one.is_meta for one in outputs):
             places = {place_of(one) for one in outputs}
             if len(places) == len(outputs) and places.isdisjoint(map(place_of, inputs)):
-                told = tree_map_only(Tensor, _Output.of, out)
-                if all(one.is_whole for one in tree_leaves(told) if isinstance(one, _Output)):
+                told = _replaced(Tensor, _Output.of, out)
+                if all(_Output.of(one).is_whole for one in outputs):
                     self._outputs[key] = told
         return out
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.module import MegatronModule
+from megatron.core.weight_grad import stands_for
 from megatron.estimate.description import OUTSIDE, ComputationFigures
 
 # Where a product's factors are among its arguments; those of batches are of activations with each other.
@@ -128,15 +129,16 @@ class StorageWatch(TorchDispatchMode):
     def _count(
         self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Any, path: str
     ) -> None:
-        name, sums = func._overloadpacket.__name__, self._sums.setdefault(path, Counter())
+        name, times = func._overloadpacket.__name__, stands_for()
+        sums = self._sums.setdefault(path, Counter())
         if (at := _PRODUCTS.get(name)) is not None:
-            sums["products"] += 2 * args[at].numel() * args[at + 1].shape[-1]
+            sums["products"] += times * 2 * args[at].numel() * args[at + 1].shape[-1]
         elif (at := _BATCHED.get(name)) is not None:
             sums["attention"] += 2 * args[at].numel() * args[at + 1].shape[-1]
         elif name.startswith(_KERNELS):
             sums["attention"] += _attention_flops(func, args, backward=name.endswith("_backward"))
         elif func._schema.is_mutable or not _only_views(inputs, outputs):
-            sums["moved_bytes"] += sum(tensor.nbytes for tensor in (*inputs, *outputs))
+            sums["moved_bytes"] += times * sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
     def _see(self, tensor: Tensor, path: str) -> None:
         """A tensor of a storage that is new: it is there until nobody has it."""

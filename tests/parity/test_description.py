@@ -55,7 +55,8 @@ def stage_of(description, config, spec):
 @pytest.mark.parametrize(
     "words",
     ["", LLAMA, f"{LLAMA} --bf16 {GQA} --qk-layernorm", f"{RECOMPUTE} 2 --recompute-method uniform",
-     f"{LLAMA} --bf16 --attention-backend unfused --reset-attention-mask", "--bf16 --normalization RMSNorm --swiglu"],
+     f"{LLAMA} --bf16 --attention-backend unfused --reset-attention-mask", "--bf16 --normalization RMSNorm --swiglu",
+     "--bf16 --normalization RMSNorm --padded-vocab-size 12416"],
 )  # fmt: skip
 def test_tensors_without_memory_tell_what_tensors_with_memory_do(words):
     config = config_of(words)

@@ -17,7 +17,7 @@ from tools.reports.run_record import HELD_OUT, RunRecord, layout
 
 Runs = Sequence[tuple[str, RunRecord]]  # by name; one run has no need of its name
 
-PIPELINE = "Pipeline"
+PIPELINE, MEMORY = "Pipeline", "Memory"  # subjects
 MARKS = {
     "resume": "dashes: resumed",
     "plan": "dashes and dots: new plan by measured costs",

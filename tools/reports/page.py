@@ -22,7 +22,8 @@ from megatron.training.guard.exit_status import ExitRecord, ExitStatus, read_exi
 from megatron.training.report.metrics import perplexity
 from tools.drawing import page as drawing
 from tools.drawing.page import Picture, element
-from tools.reports.charts import PIPELINE, Runs, loss_chart, sections, words_of
+from tools.reports.charts import MEMORY, PIPELINE, Runs, loss_chart, sections, words_of
+from tools.reports.memory import planned_and_measured
 from tools.reports.run_record import RunRecord, layout, read_run
 
 SUMMARY_SETTINGS = (
@@ -62,7 +63,7 @@ def write_report(
         parts = [
             element("header", element("h1", html.escape(title)), _status(record)),
             drawing.tiles(totals(run)),
-            charts([("", run)], pipeline),
+            charts([("", run)], {PIPELINE: pipeline, MEMORY: planned_and_measured(run)}),
             _history(run),
             _settings("Summary", summary, is_open=True),
             _settings("Whole configuration", run.config),
@@ -88,15 +89,16 @@ def written(out_path: str | Path, content: str) -> Path:
     return out
 
 
-def charts(runs: Runs, pipeline: Picture | None = None, more: Sequence[Picture] = ()) -> str:
-    """Charts by subject. more: of losses. pipeline: a timeline."""
+def charts(runs: Runs, last: Mapping[str, Picture | None] | None = None, more: Sequence[Picture] = ()) -> str:
+    """Charts by subject. last: by subject, one that stands behind its curves. more: of losses."""
     parts = [drawing.heading("Loss"), loss_chart(runs).figure(wide=True), *(chart.figure() for chart in more)]
     for subject, drawn in sections(runs):
-        last = [pipeline.figure(wide=True)] if subject == PIPELINE and pipeline is not None else []
-        if drawn or last:
+        own = (last or {}).get(subject)
+        behind = [] if own is None else [own.figure(wide=True)]
+        if drawn or behind:
             odd = drawn[-1:] if len(drawn) % 2 else []  # leaves no hole where there are two columns
             figures = (chart.figure(wide=chart in odd) for chart in drawn)
-            parts += [drawing.heading(subject), *figures, *last]
+            parts += [drawing.heading(subject), *figures, *behind]
     return element("main", *parts, class_="charts")
 
 

@@ -19,7 +19,9 @@ the first stage that holds the parameter (tied embeddings are on two), and the f
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import functools
+import json
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from megatron.core.sharding_table import ShardOver
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.host_data import host_values
 from megatron.core.transport.parallel_state import Group, ParallelState
+from megatron.core.transport.rank_grid import RankGrid
 
 
 class _Held(NamedTuple):
@@ -70,24 +73,14 @@ class GlobalNormIndex:
             for order, name in enumerate(buffer.names)
             for region in buffer.param_meta[name].summed_parts
         ]
-        everyone = _gathered([held for held, _ in regions if not (apart and held.expert)], ps.mp_group)
+        told = _gathered([held for held, _ in regions if not (apart and held.expert)], ps.mp_group)
         if apart:
-            everyone += _gathered([held for held, _ in regions if held.expert], ps.expert_mp_group)
-        first = _first_stages([held for _, rank in everyone for held in rank])
-
-        def owns(held: _Held, rank: int) -> bool:
-            place = (ps.expert_grid if held.expert else ps.grid).coordinates(rank)
-            return held.stage == first[held.name] and place["tp"] % held.copies == 0
-
-        of_first = [held for _, rank in reversed(everyone) for held in rank if held.stage == first[held.name]]
-        places = {held.key: (held.stage, held.order, held.offset) for held in of_first}
-        index = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
+            told += _gathered([held for held, _ in regions if held.expert], ps.expert_mp_group)
+        first, index = _model_order(told, ps.grid, ps.expert_grid)
         self.size = len(index)
         self.of_earlier_stages = frozenset(held.name for held, _ in regions if held.stage != first[held.name])
-        owners = collections.Counter(held.key for rank, of in everyone for held in of if owns(held, rank))
-        wrong = {key: owners[key] for key in index if owners[key] != 1}  # a region with two would count twice
-        assert not wrong, f"regions by number of owners, where it is not 1 (Region.copies?): {wrong}"
-        own = [(held, region) for held, region in regions if owns(held, ps.rank)]
+        place = _tp_places(ps.rank, ps.grid, ps.expert_grid)
+        own = [(held, region) for held, region in regions if _owns(held, place, first)]
         if apart and not self.over_world:  # of those that hold the same, one
             replica = {True: ps.expert_dp_rank, False: ps.dp_rank}
             own = [(held, region) for held, region in own if replica[held.expert] == 0]
@@ -115,13 +108,47 @@ def _held(name: str, buffer: FlatBuffer, order: int, region: Region) -> _Held:
     return _Held(name, buffer.stage_of(name), meta.shared, *place, meta.expert)
 
 
-def _gathered(own: Sequence[_Held], group: Group) -> list[tuple[int, list[_Held]]]:
-    """By rank of the world, what each of a group holds. Communicates over the group."""
-    everyone = host_data.all_gather_json(own, group)
-    return [
-        (rank, [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in held])
-        for rank, held in zip(group.ranks, everyone, strict=True)
+def _gathered(own: Sequence[_Held], group: Group) -> tuple[tuple[int, bytes], ...]:
+    """By rank of the world, what each of a group holds, as JSON. Communicates over the group."""
+    everyone = host_data.all_gather_bytes(json.dumps(own).encode(), group)
+    return tuple(zip(group.ranks, everyone, strict=True))
+
+
+@functools.lru_cache(
+    maxsize=1
+)  # in an imagined world all ranks of a model are in one process, and hear the same
+def _model_order(
+    told: tuple[tuple[int, bytes], ...], grid: RankGrid, experts: RankGrid
+) -> tuple[dict[str, int], dict[tuple[str, tuple[int, ...]], int]]:
+    """By parameter the first stage that holds it, and by region its place in the model's order.
+
+    told: as in `_gathered`, of all ranks that hold a part of the model. Raises ModelError as `_first_stages`.
+    """
+    everyone = [
+        (rank, [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in json.loads(data)])
+        for rank, data in told
     ]
+    first = _first_stages([held for _, rank in everyone for held in rank])
+    of_first = [held for _, rank in reversed(everyone) for held in rank if held.stage == first[held.name]]
+    places = {held.key: (held.stage, held.order, held.offset) for held in of_first}
+    index = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
+    owners = collections.Counter[tuple[str, tuple[int, ...]]]()
+    for rank, of in everyone:
+        place = _tp_places(rank, grid, experts)
+        owners.update(held.key for held in of if _owns(held, place, first))
+    wrong = {key: owners[key] for key in index if owners[key] != 1}  # a region with two would count twice
+    assert not wrong, f"regions by number of owners, where it is not 1 (Region.copies?): {wrong}"
+    return first, index
+
+
+def _tp_places(rank: int, grid: RankGrid, experts: RankGrid) -> tuple[int, int]:
+    """Where a rank of the world is among those that have parts of one tensor: of dense layers, of experts."""
+    return grid.coordinates(rank)["tp"], experts.coordinates(rank)["tp"]
+
+
+def _owns(held: _Held, places: tuple[int, int], first: Mapping[str, int]) -> bool:
+    """Whether a rank at `places` answers for a region that it holds."""
+    return held.stage == first[held.name] and places[held.expert] % held.copies == 0
 
 
 def _first_stages(everyone: Sequence[_Held]) -> dict[str, int]:

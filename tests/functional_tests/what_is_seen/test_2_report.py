@@ -339,3 +339,19 @@ def test_the_loss_alone_is_a_picture_for_documents(runs, tmp_path):
     assert "prefers-color-scheme: dark" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert len(text) < 20_000
+
+
+def test_measured_beside_planned_by_kind(tmp_path):
+    """The last event counts; a kind of one side alone has a dash; what is no size is passed over."""
+    told = {"event": "memory", "iteration": 2, "time": 1003.0, "rank": 1}
+    sizes = {"planned": {"weights": 2**20, "messages": 2**18, "odd": "x"}, "measured": {"weights": 2**19}}
+    records = [start(0, 10), *steps(1, 2), {**told, "planned": {"weights": 1}, "measured": {}}, told | sizes]
+    _, root = page_of(write(tmp_path / "run", records))
+    title = "Pipeline rank 1, the fullest, by kind: planned / measured"
+    figure = charts_of(root)[title]
+    drawn = figure.find("div")
+    words = [one.text for one in drawn.iter("text")]
+    assert words == ["weights", "messages", "1 MiB / 512 KiB", "256 KiB / -"]
+    widths = [one.get("width") for one in drawn.iter("rect")]
+    assert widths == ["72.00%", "36.00%", "18.00%", "0.00%"]
+    assert title not in charts_of(page_of(write(tmp_path / "without", [start(0, 10), *steps(1, 2)]))[1])
