@@ -12,7 +12,7 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -268,6 +268,28 @@ def kind_of(where: torch.device) -> DeviceKind:
     return "cuda" if where.type == "cuda" else "cpu"
 
 
+_stands_for: ContextVar[int] = ContextVar("how many operations an operation without memory is", default=1)
+
+
+def stands_for() -> int:
+    """How many operations one that runs now, in this thread, is: see `alike`."""
+    return _stands_for.get()
+
+
+def alike(parts: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Parts that are worked on one after the other, all of one shape but the last. Of tensors without memory there may
+    be thousands: the first then stands for all of its shape. Loops within loops too."""
+    if len(parts) < 3 or not parts[0][0].is_meta:
+        yield from parts
+        return
+    before = _stands_for.set(_stands_for.get() * (len(parts) - 1))
+    try:
+        yield parts[0]
+    finally:
+        _stands_for.reset(before)
+    yield parts[-1]
+
+
 def default_generator(where: torch.device) -> torch.Generator:
     """What kernels there draw from that take no generator."""
     if where.type == "cuda":
@@ -308,23 +330,24 @@ def goes_by_fp32(a: Tensor, b: Tensor | None = None) -> bool:
 
 
 def _by_fp32(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Copies in fp32 are of `_SIDE` rows and columns at a time, so that they are a small part of large operands: none
-    of these where there is no memory."""
+    """Copies in fp32 are of `_SIDE` rows and columns at a time, so that they are a small part of large operands."""
     if a.dim() > 2:
         return _by_fp32(a.flatten(0, -2), b, bias).unflatten(0, a.shape[:-1])
     if len(a) <= _SIDE >= b.shape[1]:
         matrix = b.float()
         wide = a.float() @ matrix if bias is None else torch.addmm(bias.float(), a.float(), matrix)
         return wide.to(a.dtype) if out is None else out.copy_(wide)
-    if a.is_meta:
-        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b)
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
-    for rows, of_rows in zip(a.split(_SIDE), out.split(_SIDE), strict=True):
+    for rows, of_rows in alike([*zip(a.split(_SIDE), out.split(_SIDE), strict=True)]):
         wide = rows.float()
-        for place, part in enumerate(of_rows.split(_SIDE, 1)):
-            columns = slice(place * _SIDE, (place + 1) * _SIDE)
-            matrix = b[:, columns].float()
-            part.copy_(wide @ matrix if bias is None else torch.addmm(bias[columns].float(), wide, matrix))
+        addends = [None] * -(-b.shape[1] // _SIDE) if bias is None else bias.split(_SIDE)
+        for part, matrix, addend in alike(
+            [*zip(of_rows.split(_SIDE, 1), b.split(_SIDE, 1), addends, strict=True)]
+        ):
+            if addend is None:
+                part.copy_(wide @ matrix.float())
+            else:
+                part.copy_(torch.addmm(addend.float(), wide, matrix.float()))
     return out
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.device import elements_at_a_time, kind_of, product
+from megatron.core.device import alike, elements_at_a_time, kind_of, product
 from megatron.core.protocols import GradListener, Operand, WeightGradSink
 
 # key, x, dy, ends as in `WeightGradSink.put`
@@ -25,29 +24,6 @@ Contribution = tuple[str, "Tensor | Operand | None", Tensor, "tuple[int, ...] | 
 
 # Of temporaries on CPU, 1 MiB of fp32. Measured on one core: a 4096 x 4096 gradient is added in 6 ms instead of 39.
 WIDENED_ELEMENTS = 1 << 18
-_META_PARTS = 16  # at most, without memory: there parts are calls alone, of a vocabulary thousands
-
-
-_stands_for: ContextVar[int] = ContextVar("how many operations an operation without memory is", default=1)
-
-
-def stands_for() -> int:
-    """How many operations one that runs now, in this thread, is: see `alike`."""
-    return _stands_for.get()
-
-
-def alike(parts: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Parts that are worked on one after the other, all of one shape but the last. Of tensors without memory there may
-    be thousands: the first then stands for all of its shape."""
-    if len(parts) < 3 or not parts[0][0].is_meta:
-        yield from parts
-        return
-    before = _stands_for.set(len(parts) - 1)
-    try:
-        yield parts[0]
-    finally:
-        _stands_for.reset(before)
-    yield parts[-1]
 
 
 def accumulate_wgrad(
@@ -102,7 +78,7 @@ def accumulate_wgrad(
     if main_grad.dtype == dy.dtype:
         main_grad.addmm_(dy, x, beta=0.0 if overwrite else 1.0, alpha=scale)
         return
-    rows = max(1, WIDENED_ELEMENTS // inputs, dy.is_meta * -(-outputs // _META_PARTS))
+    rows = max(1, WIDENED_ELEMENTS // inputs)
     if outputs > rows and kind_of(dy.device) == "cpu":
         # neither the narrow product nor its wide copy is ever whole
         for part, columns in alike([*zip(main_grad.split(rows), dy.split(rows), strict=True)]):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.device import stands_for
 from megatron.core.module import MegatronModule
-from megatron.core.weight_grad import stands_for
 from megatron.estimate.description import OUTSIDE, ComputationFigures
 
 # Where a product's factors are among its arguments; those of batches are of activations with each other.

@@ -277,7 +277,7 @@ def missing_rank(path, canary):
 
 RANKS = {
     "weights that call a shell": (weights_that_call, "which is not read"),
-    "a missing rank": (missing_rank, "expected 4 x 1"),
+    "a missing rank": (missing_rank, "expected those of 4 tensor x 1 pipeline"),
     "a storage cut short": (lambda p, c: replace_member(p, "/data/0", b"\0"), "in a storage of 1 bytes"),
     "an older file": (lambda p, c: p.write_bytes(pickle.dumps({"model": 1})), "no archive of torch.save"),
 }
