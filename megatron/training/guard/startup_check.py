@@ -85,7 +85,7 @@ class Meeting:
         store, rank, size = self._store, self.rank, len(self._everyone)
         who = f"process {os.getpid()} on {socket.gethostname()}"
         mine = f"{secrets.token_hex(8)} {who}"  # containers of one host can share process ids
-        store.add("arrived", 1)  # before it is seen to have come: the host of the store waits for those that arrived
+        store.add("arrived", 1)  # before it is seen to have come: the store's host waits for who arrived
         first = store.compare_set(f"came/{rank}", "", mine).decode()
         if first != mine:
             self._hosts = False  # of two that were told to, the first one does
