@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.core.available_memory import heap_bytes
 from megatron.core.device import Device
+from megatron.core.machine import heap_bytes
 
 
 def busy_s() -> float:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import platform
-import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -20,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron.core.available_memory import available_bytes, heap_bytes, resident_bytes
+from megatron.core.machine import available_bytes, available_cores, heap_bytes, processor_name, resident_bytes
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:
@@ -144,7 +141,7 @@ class Device:
         """What the bits of a computation depend on beside its inputs: torch, processors, threads."""
         name = torch.cuda.get_device_name(self.index) if self._is_cuda else self.kind
         capability = torch.backends.cpu.get_cpu_capability()
-        processor = f"{capability}, {_processor_name()}"
+        processor = f"{capability}, {processor_name()}"
         return {
             "torch": torch.__version__,
             "processor": processor,
@@ -204,16 +201,6 @@ class Device:
         if self._is_cuda:
             torch.backends.cuda.matmul.allow_tf32 = allowed
             torch.backends.cudnn.allow_tf32 = allowed
-
-
-def _processor_name() -> str:
-    """As Linux has it: libraries choose kernels by more than what torch calls the capability."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.machine()
 
 
 def _best_kind() -> DeviceKind:
@@ -358,13 +345,6 @@ def elements_at_a_time(tensor: Tensor, in_cache: int) -> int:
     kernel costs a launch, so it is LAUNCHES_WORTH times as many, which still bounds the temporaries.
     """
     return in_cache * LAUNCHES_WORTH if kind_of(tensor.device) == "cuda" else in_cache
-
-
-def available_cores() -> int:
-    """Cores this process may run on (its affinity mask, which containers and Slurm narrow)."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def set_threads(local_world_size: int, cores: int | None = None, *, threads: int | None = None) -> int:

@@ -126,6 +126,10 @@ class ExpertParallelCase(ExpertsCase):
                 return False
         if self.instances == 2 and (self.edp == 1 or self.tp * self.pp == WORLD_SIZE):
             return False
+        if (
+            self.instances == 2 and self.dp == 2 and self.policy != "memory"
+        ):  # instances of one rank gather nothing
+            return False
         return super().is_possible
 
     @property

@@ -9,8 +9,8 @@ import threading
 
 import torch
 
-from megatron.core.available_memory import heap_bytes
 from megatron.core.device import Device
+from megatron.core.machine import heap_bytes
 
 _SWITCH_S = 2e-4  # the thread waits no longer than this for Python's lock while it looks
 

@@ -111,8 +111,7 @@ OPENING = {
 OPENING_OF = {"tempfile", "shutil", "mmap"}
 OPENERS = {
     "megatron/core/safe_files.py": "the helper itself",
-    "megatron/core/available_memory.py": "figures of /proc and of the control group",
-    "megatron/core/device.py": "figures of this process in /proc",
+    "megatron/core/machine.py": "figures of /proc, of this process too, and of the control group",
     "megatron/core/transport/shm_transport.py": "the machine's number and its ranks' memory in /proc",
     "megatron/training/guard/console.py": "a descriptor that leads nowhere",
     "megatron/training/guard/lease_holder.py": "a file without a name, for the file system's time; processes in /proc",

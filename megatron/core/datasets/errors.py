@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from megatron.core.available_memory import available_bytes
+from megatron.core.machine import available_bytes
 from megatron.core.words import size_text
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core import available_memory
+from megatron.core import machine
 from megatron.core.config_base import RANKS, THREADS
 
 LAUNCH_RECORD = "MEGATRON_ZERO_LAUNCH_RECORD"
@@ -120,7 +120,7 @@ class LaunchEnv:
     @staticmethod
     def memory_bytes() -> int:
         """Memory of this machine, or what this process's control groups may have of it."""
-        return available_memory.total_bytes()
+        return machine.total_bytes()
 
     def ranks_here(self, world_size: int | None) -> int:
         """Ranks that share this host, in a launch of `world_size` that is only checked: as many as the launcher has

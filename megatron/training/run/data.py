@@ -16,7 +16,7 @@ from megatron.core.datasets.gpt_dataset_config import requested_sizes
 from megatron.core.datasets.gpt_samples import GPTDataset, pad_id
 from megatron.core.datasets.mock_dataset import MOCK_INDEX_BYTES, MockDataset
 from megatron.core.datasets.samplers import build_data_loader
-from megatron.core.device import available_cores
+from megatron.core.machine import available_cores
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.words import counted, size_text
 from megatron.training.config.config import Config

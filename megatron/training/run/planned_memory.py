@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron.core import available_memory
+from megatron.core import machine
 from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, TRANSIENT
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
@@ -91,7 +91,7 @@ class PlannedMemory:
             return []
         most, operation = max(planned)
         who = f"rank {peers[0]}" if len(peers) == 1 else "the lost rank"
-        room, ranks = size_text(available_memory.total_bytes()), session.env.local_world_size
+        room, ranks = size_text(machine.total_bytes()), session.env.local_world_size
         told = f"{who} was planned to hold at most {size_text(most)}, in {operation}; this machine or its control "
         told += f"group has {room} for {ranks} of the ranks: what the kernel kills for memory leaves no other trace"
         return [told]

@@ -13,6 +13,7 @@ import torch
 
 from megatron.core import device
 from megatron.core.device import Device
+from megatron.core.machine import available_cores
 from megatron.core.models.gpt.vocabulary_size import padded_vocabulary
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.tokenizers.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
     session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at, planner)
     said = f"; {said_by}" if asked is not None else ""  # else ranks share the cores
-    cores, ranks = counted(device.available_cores(), "core"), counted(env.local_world_size, "local rank")
+    cores, ranks = counted(available_cores(), "core"), counted(env.local_world_size, "local rank")
     size, padded = tokenizer.vocab_size, config.model.padded_vocab_size or 0
     session.print_rank_0(
         *([] if raised is None else [raised]),

@@ -5,14 +5,14 @@ import re
 
 import pytest
 
-from megatron.core import available_memory
+from megatron.core import machine
 from megatron.core.datasets.errors import DataError, require_memory
 from megatron.core.device import Device
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from tests.harness import launch
 from tests.harness.launch_lines import SMALL
-from tests.unit_tests.core.test_available_memory import JOB1, V1, system
+from tests.unit_tests.core.test_machine import JOB1, V1, system
 
 AUTO = "--use-custom-fsdp --data-parallel-sharding-strategy auto --rank-memory-limit auto".split()
 TRAINER = "tests/functional_tests/trainers/small_groups.py"
@@ -29,8 +29,8 @@ def job(root, limit, used=0):
 def in_job(tmp_path, monkeypatch):
     root = job(tmp_path, JOB, used=1_200_000_000)
     for name in ("total_bytes", "available_bytes"):
-        here = functools.partial(getattr(available_memory, name), root)
-        monkeypatch.setattr(available_memory, name, here)
+        here = functools.partial(getattr(machine, name), root)
+        monkeypatch.setattr(machine, name, here)
         for module in ("megatron.core.datasets.errors", "megatron.core.device"):
             monkeypatch.setattr(f"{module}.{name}", here, raising=False)
 

@@ -12,10 +12,10 @@ sys.path.insert(0, str(SCRIPT.parent))
 
 
 def main():
-    from megatron.core import available_memory
+    from megatron.core import machine
 
     root = Path(os.environ["SYSTEMS"]) / os.environ.get("RANK", "0")
-    available_memory.total_bytes = functools.partial(available_memory.total_bytes, root)
+    machine.total_bytes = functools.partial(machine.total_bytes, root)
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

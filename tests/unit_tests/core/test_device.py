@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from megatron.core import device as device_module
-from megatron.core.available_memory import heap_bytes
 from megatron.core.device import (
     Device,
-    available_cores,
     current_device,
     device_in_use,
     elements_at_a_time,
     set_threads,
 )
+from megatron.core.machine import available_cores, heap_bytes
 from tests.harness.live_peak import reset_peak
 from tests.harness.ranks import run_ranks
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.available_memory import heap_bytes
 from megatron.core.device import Device
+from megatron.core.machine import heap_bytes
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     NOT_RUN,
     Figures,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.available_memory import available_bytes, total_bytes
+from megatron.core.machine import available_bytes, total_bytes
 
 GiB = 2**30
 V2 = "31 23 0:28 {root} /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate"

@@ -1,5 +1,5 @@
-"""How much memory this machine has to give to this process: the least of the machine's and of what the control groups
-have left that it is in, its own and all above it; and how much it holds (floor 0).
+"""The machine as this process has it: cores, and how much memory it has to give: the least of the machine's and of what
+the control groups have left that it is in, its own and all above it; and how much it holds (floor 0).
 
 root: the file system that has `proc` and `sys`; another one in tests. Sources: cgroups(7), kernel's cgroup-v2 and
 cgroup-v1/memory documents.
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import resource
 import sys
 from collections.abc import Iterator
@@ -153,3 +154,20 @@ def resident_bytes() -> tuple[int, int]:
         return now, most
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     return peak, peak
+
+
+def available_cores() -> int:
+    """Cores this process may run on (its affinity mask, which containers and Slurm narrow)."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """As Linux has it: libraries choose kernels by more than what torch calls the capability."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
