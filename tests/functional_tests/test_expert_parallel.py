@@ -15,11 +15,14 @@ from tests.harness import launch
 FAULTY = "tests/functional_tests/trainers/faulty_collectives.py"
 FSDP = "--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params"
 TWO = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+HFSDP = f"{FSDP} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 STAGES = f"--pipeline-model-parallel-size 2 {TWO}"
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("ranks", "more"), [(2, TWO), (4, f"{TWO} {FSDP} --bf16")])
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, TWO), (4, f"{TWO} {FSDP} --bf16"), (4, f"{TWO} {HFSDP}")]
+)  # the last: experts' ranks are as many as instances, so they are cut otherwise than dense layers
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(ranks, more, tmp_path):
     length = "--train-iters 12 --lr-decay-style cosine --lr-decay-iters 12".split()
     assert_bit_for_bit(tmp_path, ranks, [*length, *EXPERTS, *more.split()])

@@ -73,10 +73,10 @@ class GlobalNormIndex:
             for order, name in enumerate(buffer.names)
             for region in buffer.param_meta[name].summed_parts
         ]
-        told = _gathered([held for held, _ in regions if not (apart and held.expert)], ps.mp_group)
+        gathered = _gathered([held for held, _ in regions if not (apart and held.expert)], ps.mp_group)
         if apart:
-            told += _gathered([held for held, _ in regions if held.expert], ps.expert_mp_group)
-        first, index = _model_order(told, ps.grid, ps.expert_grid)
+            gathered += _gathered([held for held, _ in regions if held.expert], ps.expert_mp_group)
+        first, index = _model_order(gathered, ps.grid, ps.expert_grid)
         self.size = len(index)
         self.of_earlier_stages = frozenset(held.name for held, _ in regions if held.stage != first[held.name])
         place = _tp_places(ps.rank, ps.grid, ps.expert_grid)
@@ -114,19 +114,18 @@ def _gathered(own: Sequence[_Held], group: Group) -> tuple[tuple[int, bytes], ..
     return tuple(zip(group.ranks, everyone, strict=True))
 
 
-@functools.lru_cache(
-    maxsize=1
-)  # in an imagined world all ranks of a model are in one process, and hear the same
+@functools.lru_cache(maxsize=1)
 def _model_order(
-    told: tuple[tuple[int, bytes], ...], grid: RankGrid, experts: RankGrid
+    gathered: tuple[tuple[int, bytes], ...], grid: RankGrid, experts: RankGrid
 ) -> tuple[dict[str, int], dict[tuple[str, tuple[int, ...]], int]]:
     """By parameter the first stage that holds it, and by region its place in the model's order.
 
-    told: as in `_gathered`, of all ranks that hold a part of the model. Raises ModelError as `_first_stages`.
+    gathered: as in `_gathered`, of all ranks that hold a part of the model. In an imagined world these ranks are in one
+    process and gather the same, which is then read once. Raises ModelError as `_first_stages`.
     """
     everyone = [
         (rank, [_Held(*facts)._replace(offset=tuple(facts[4])) for facts in json.loads(data)])
-        for rank, data in told
+        for rank, data in gathered
     ]
     first = _first_stages([held for _, rank in everyone for held in rank])
     of_first = [held for _, rank in reversed(everyone) for held in rank if held.stage == first[held.name]]
