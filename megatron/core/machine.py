@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import os
 import platform
@@ -19,6 +20,20 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 SYSTEM = Path("/")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes in use by this process on its device, now and at most so far.
+
+    CUDA: torch's caching allocator. CPU: allocated is the heap in use (`mallinfo2`), reserved the resident
+    set; the heap's own peak is not recorded by the C library, so both peaks are the resident set's.
+    """
+
+    allocated_bytes: int
+    max_allocated_bytes: int
+    reserved_bytes: int
+    max_reserved_bytes: int
 
 
 class _Files(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.device import alike, elements_at_a_time, kind_of, product
+from megatron.core.device import alike, elements_at_a_time, even_rows, kind_of, product
 from megatron.core.protocols import GradListener, Operand, WeightGradSink
 
 # key, x, dy, ends as in `WeightGradSink.put`
@@ -92,8 +92,10 @@ def _accumulate_by_expert(
 ) -> None:
     for grad, first, end in zip(main_grad.unbind(), (0, *ends), ends, strict=False):
         if first < end:
-            of_expert = None if x is None else x[first:end]
-            accumulate_wgrad(grad, of_expert, dy[first:end], overwrite=overwrite, scale=scale)
+            of_x, of_dy = None, dy[first:end]
+            if x is not None:
+                of_x, of_dy = even_rows(x[first:end], dy.shape[1]), even_rows(of_dy, x.shape[1])
+            accumulate_wgrad(grad, of_x, of_dy, overwrite=overwrite, scale=scale)
         elif overwrite:
             grad.zero_()
 

@@ -72,7 +72,8 @@ def open_folder(directory: Path, given: Mapping[str, Any] | None = None, rows: i
 
 def read_config_file(path: Path, given: Mapping[str, Any] | None = None) -> tuple[HFModel, dict[str, Any]]:
     """A config.json, or that of a folder, and its content. given: as above. Raises CheckpointError."""
-    path = path / CONFIG if path.is_dir() else path
+    # pathlib's is_dir raises for names that are too long
+    path = path / CONFIG if os.path.isdir(path) else path
     json_config = read_object(path)
     try:
         return read_config(json_config, given), json_config

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.machine import MemoryFigures
 from megatron.core.words import between, counted, size_text
 
 if TYPE_CHECKING:
-    from megatron.core.device import MemoryFigures  # its module imports torch, which this one needs not
     from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles
 
 

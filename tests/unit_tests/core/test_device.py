@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core import device as device_module
+from megatron.core import machine
 from megatron.core.device import (
     Device,
     current_device,
@@ -53,7 +54,7 @@ def test_memory_figures_see_an_allocation_and_its_peak():
 
 
 def test_memory_without_mallinfo_falls_back_to_the_resident_set(monkeypatch):
-    monkeypatch.setattr(device_module, "heap_bytes", lambda: None)
+    monkeypatch.setattr(machine, "heap_bytes", lambda: None)
     figures = CPU.memory()
     assert figures.allocated_bytes == figures.reserved_bytes > 0
 

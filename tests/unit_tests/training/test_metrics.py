@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.device import MemoryFigures
+from megatron.core.machine import MemoryFigures
 from megatron.training.report import metrics
 from megatron.training.report.metrics import IntervalTotals, IterationRecord, iteration_line
 

@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from megatron.core.device import Device, MemoryFigures
+from megatron.core.device import Device
+from megatron.core.machine import MemoryFigures
 from megatron.core.pipeline_parallel.plan.pipeline_summary import device_limits
 from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.training.config.launch_env import LaunchEnv
