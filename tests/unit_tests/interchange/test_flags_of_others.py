@@ -71,6 +71,7 @@ def test_a_config_json_that_cannot_be_expressed_is_refused_by_field(toys, tmp_pa
     assert "new_field" in told
     assert "--hf-config" in told
     assert "none.json: missing" in refused(capsys, 2, "--hf-config", tmp_path / "none.json")
+    assert "File name too long" in refused(capsys, 2, "--hf-config", "9" * 400)
 
 
 # --load
