@@ -125,5 +125,6 @@ def test_a_layout_of_two_ranks_equals_one_process(number):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_layouts_of_four_ranks_equal_one_process():
     check(LARGER, "--fp64")
