@@ -2,9 +2,10 @@
 
     git worktree add --detach ../before COMMIT
     python benchmarks/two_trees.py ../before --sizes 8x64 8x512 --rounds 20
+    python benchmarks/two_trees.py ../before --sizes experts --dtypes fp32
 
 Each tree has a process of its own, one thread; they step in turn, and the ratio is the median over pairs of their CPU
-times. Sizes are those of single_process.py.
+times. Sizes are those of single_process.py, and `experts` the model of experts.py.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent.parent
 
 
-def serve(tree: str, sizes: list[int], dtype: str, micro_batch: int, steps: int) -> None:
+def serve(tree: str, size: str, dtype: str, micro_batch: int, steps: int) -> None:
     """Take so many steps for each line of stdin, and answer with the CPU seconds."""
     sys.path.insert(0, tree)
     import torch
 
-    from benchmarks.single_process import DTYPES, OurTrainer, make_batches
+    from benchmarks.single_process import DTYPES, SIZES, OurTrainer, make_batches
 
     torch.set_num_threads(1)
-    shape = dict(zip(("layers", "hidden", "heads", "seq", "vocab"), sizes, strict=True))
     where = str(sys.modules["megatron.core.device"].__file__)
     assert where.startswith(tree), f"{where} is not of {tree}"
-    trainer = OurTrainer(shape, DTYPES[dtype])
-    batches = make_batches(micro_batch, argparse.Namespace(**shape, global_batch=8))
+    if size == "experts":
+        from benchmarks import experts
+
+        trainer, batches = experts.ours(DTYPES[dtype]), experts.make_batches()
+    else:
+        shape = dict(zip(("layers", "hidden", "heads", "seq", "vocab"), SIZES[size], strict=True))
+        trainer = OurTrainer(shape, DTYPES[dtype])
+        batches = make_batches(micro_batch, argparse.Namespace(**shape, global_batch=8))
     for _ in sys.stdin:
         begin = time.process_time()
         for _ in range(steps):
@@ -84,18 +90,15 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20, help="timed pairs")
     parser.add_argument("--steps", type=int, default=1, help="of each round")
-    parser.add_argument("--serve", type=int, nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     before = args.before.resolve()
     if args.serve:
         serve(str(before), args.serve, args.dtypes[0], args.micro_batch, args.steps)
         return
-    sys.path.insert(0, str(HERE))
-    from benchmarks.single_process import SIZES
-
     for size in args.sizes:
         for dtype in args.dtypes:
-            words = [*map(str, SIZES[size]), "--dtypes", dtype, "--micro-batch", str(args.micro_batch)]
+            words = [size, "--dtypes", dtype, "--micro-batch", str(args.micro_batch)]
             words += ["--steps", str(args.steps)]
             print(f"{size} {dtype}: {compare(before, words, args.rounds)}", flush=True)
 
