@@ -96,7 +96,7 @@ class _AccountWalk(RowWalk):
         self._own: Counter[tuple[int, int]] = Counter()
         self._shared, self._lasting = SharedStates(), lasting
         self._filed: dict[tuple[int, int], list[ModelPiece]] = {}
-        self._drawn = 0
+        self._drawn = parts.drawn if parts.batch_bytes else 0
         # The computation under way: its place, and by access what it has left and what it makes at most.
         self._under: tuple[int, RawOp] | None = None
         self._progress: list[tuple[int, int]] = []
@@ -201,7 +201,8 @@ class _AccountWalk(RowWalk):
         kind, stage, microbatch = op[:3]
         self._under = place, op
         if kind == F:
-            self._drawn = max(self._drawn, microbatch + 1) if self._parts.batch_bytes else 0
+            drawn = self._parts.drawn + microbatch + 1
+            self._drawn = max(self._drawn, drawn) if self._parts.batch_bytes else 0
         if kind in _TAKES:
             receive, _ = _TAKES[kind]
             key = (receive, stage, microbatch)

@@ -31,7 +31,8 @@ class RankParts:
     summing a unit takes beside its gradients, by its name, whether over instances, and whether it was summed before in
     the step. resting: bytes of a unit's gradients at rest that have no memory from a step's beginning to its first sum.
     slots: by unit whose weights and gradients lie
-    in one of a double buffer, which; what would take one waits until it is free.
+    in one of a double buffer, which; what would take one waits until it is free. drawn: microbatches of the step whose
+    batches are there before the row begins, because the row is of its last microbatches only.
     """
 
     at_rest: Mapping[str, int]
@@ -40,3 +41,4 @@ class RankParts:
     exchange: Mapping[tuple[str, bool, bool], int] = dataclasses.field(default_factory=dict)
     resting: Mapping[str, int] = dataclasses.field(default_factory=dict)
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    drawn: int = 0

@@ -12,6 +12,7 @@ to for that purpose is a list of its own, and gets no communicator.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
@@ -57,7 +58,7 @@ class RankGrid:
 
     def size(self, axes: str) -> int:
         """Number of ranks along an axis, or along several as in "dp-cp"."""
-        return math.prod(getattr(self, axis) for axis in axes.split("-"))
+        return math.prod([getattr(self, axis) for axis in axes.split("-")])
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ class RankGrid:
         named = tuple(self.order.split("-"))
         return named + tuple(axis for axis in AXES if axis not in named)
 
-    @property
+    @functools.cached_property
     def strides(self) -> dict[str, int]:
         """Distance in ranks between neighbours along each axis."""
         strides, stride = {}, 1

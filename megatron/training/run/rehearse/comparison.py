@@ -19,9 +19,14 @@ from megatron.training.config.config import Config
 
 
 def parts_of(
-    config: Config, spec: ScheduleSpec, description: ModelDescription, model: DistributedDataParallel
+    config: Config,
+    spec: ScheduleSpec,
+    description: ModelDescription,
+    model: DistributedDataParallel,
+    *,
+    drawn: int = 0,
 ) -> RankParts:
-    """Of a rank whose engine is there, on tensors with or without memory."""
+    """Of a rank whose engine is there, on tensors with or without memory. drawn: see `RankParts`."""
     ps, stages = model.ps, {}
     for stage in spec.local_stages(ps.pp_rank):
         one = spec.stages[stage]
@@ -38,7 +43,7 @@ def parts_of(
     at_rest["main_grads"] = model.buffer.persistent_bytes()["main_grads"]
     reads = spec.reads_data(ps.pp_rank) and ps.device.kind == "cpu"
     own_batch = batch_bytes(config) if reads else 0
-    return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit)
+    return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit, drawn)
 
 
 def batch_bytes(config: Config) -> int:

@@ -20,9 +20,9 @@ from megatron.training.planner import Planner
 from megatron.training.run.build import build_chunks, build_gpt_model, imagined_world
 from megatron.training.run.rehearse.comparison import account_of, batch_bytes, parts_of
 
-# Forwards, from which on fewer microbatches of a step are looked at: what ranks hold repeats itself, but where a
-# schedule begins with all forwards, or is searched for.
-_MANY = 1024
+# What ranks hold repeats itself from a microbatch to the next, but where a schedule begins with all forwards or is
+# searched for: so many microbatches a pipeline rank are looked at, in which every rank comes to hold the most.
+_ROUNDS = 4
 
 
 def estimated(config: Config, planner: Planner) -> RunEstimate:
@@ -37,17 +37,16 @@ def estimated(config: Config, planner: Planner) -> RunEstimate:
     counted = _microbatches(config, spec)
     plan, ranks = planner.plan(counted, PlanPurpose.TRAIN), []
     for rank, model in enumerate(models):
-        parts = parts_of(config, spec, description, model)
+        parts = parts_of(config, spec, description, model, drawn=config.last_num_microbatches - counted)
         ranks.append(RankEstimate.of(account_of(plan, spec, rank, parts), parts.stages))
     return RunEstimate(tuple(ranks), *_room(config, ranks), counted)
 
 
 def _microbatches(config: Config, spec: ScheduleSpec) -> int:
     """Of a step, that are looked at."""
-    every, ranks, stages = config.last_num_microbatches, spec.placement.num_ranks, spec.placement.num_stages
-    enough = max(3 * ranks, _MANY // stages // ranks * ranks)
+    every, ranks = config.last_num_microbatches, spec.placement.num_ranks
     repeats = spec.file is None and spec.schedule != "gpipe" and not spec.row.searched
-    return min(every, enough) if repeats else every
+    return min(every, _ROUNDS * ranks) if repeats else every
 
 
 def _room(config: Config, ranks: Sequence[RankEstimate]) -> tuple[int, int | None, str]:
