@@ -38,17 +38,18 @@ _SUMS = ("f", "b", "w", "activation", "held_after_b", "extra_grad_bytes")
 
 
 class DeviceRates(NamedTuple):
-    """FLOPs that a device computes while a byte goes to its own memory, to its tensor parallel peers, and to the next
-    stage."""
+    """FLOPs that a device computes while a byte goes to its own memory, to its tensor parallel peers, to the next stage,
+    and to ranks with other experts."""
 
     moved: float
     gathered: float
     sent: float
+    exchanged: float
 
 
 # A100: 312 TFLOP/s beside 2 TB/s of memory, 300 GB/s to peers and 25 GB/s of a network; H100: 990 beside 3.35 TB/s, 450
 # GB/s and 50 GB/s. A CPU core: 50 GFLOP/s beside 10 GB/s of memory, and 1 GB/s of copies between processes.
-GPU, CPU = DeviceRates(200, 1000, 15_000), DeviceRates(5, 50, 50)
+GPU, CPU = DeviceRates(200, 1000, 15_000, 1000), DeviceRates(5, 50, 50, 50)
 
 
 class UnitWork(NamedTuple):
@@ -329,9 +330,9 @@ def work_by_unit(piece: ModelPiece, names: Sequence[str], rates: DeviceRates) ->
     """What its modules take, by unit, the first with those that are in none, and with what is waited for."""
     found = {name: UnitWork() for name in names}
     experts = [name for name in names if name.endswith(EXPERTS)] or names[:1]
-    for group, units in (("tp", names[:1]), (EXCHANGE, experts)):
+    for group, rate, units in (("tp", rates.gathered, names[:1]), (EXCHANGE, rates.exchanged, experts)):
         waited = [
-            rates.gathered
+            rate
             * sum(size for key, size in piece.collectives.items() if key[:2] == (computation, group))
             for computation in _SPLIT
         ]

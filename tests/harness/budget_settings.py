@@ -32,7 +32,7 @@ from megatron.training.run.arguments import parse_config
 from megatron.training.run.describe import described
 
 FLOPS, MACHINE = 450e12, 8  # of a GPU, GPUs
-RATES = DeviceRates(0, 0, 50)
+RATES = DeviceRates(0, 0, 50, 0)
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 _SHAPES = {  # layers, hidden size, ffn, heads
     "70B": (80, 8192, 28672, 64),

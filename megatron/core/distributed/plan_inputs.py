@@ -73,7 +73,7 @@ def measured_wire(model: DistributedDataParallel) -> LaneCosts:
             whole = torch.zeros(numel * gather.size, device=model.ps.device.torch_device)
             gathers = functools.partial(collectives.all_gather, whole, part, gather)
             reduces = functools.partial(collectives.reduce_scatter, part, whole, reduce)
-            seconds.append(sum(_median_seconds(call, model.ps.device) for call in (gathers, reduces)) / 2)
+            seconds.append(sum(median_seconds(call, model.ps.device) for call in (gathers, reduces)) / 2)
         told = host_data.all_gather_json(seconds, model.ps.control_group)
         small_s, large_s = (max(one[at] for one in told) for at in (0, 1))
         lines.append(_line(small_s, large_s, numels, gather.size))
@@ -87,7 +87,7 @@ def _line(small_s: float, large_s: float, numels: tuple[int, int], ways: int) ->
     return LaneCosts(latency=max(0.0, 1e9 * (small_s - moved[0] * a_byte)), bandwidth=1e-9 / a_byte)
 
 
-def _median_seconds(call: Callable[[], object], device: Device) -> float:
+def median_seconds(call: Callable[[], object], device: Device) -> float:
     """The first call is not counted: connections are made."""
     found = []
     for _ in range(1 + _REPEATS):

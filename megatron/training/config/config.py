@@ -23,6 +23,7 @@ from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.transport import rank_grid
 from megatron.core.transport.rank_grid import RankGrid, RankGridError, WorldPart
 from megatron.estimate.description import ModelDescription
+from megatron.estimate.exchange_wire import ExchangeWire
 from megatron.estimate.model_costs import CPU, GPU, DeviceRates, ModelCosts
 from megatron.training.config import training_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
@@ -45,7 +46,7 @@ class Config:
 
     extra: values of the user's own flags. origin: for each name "default", "flag", "FILE:LINE", "derived",
     "checkpoint", "args_defaults" or "launcher". warnings, notes: told once by rank 0. description: of the model, None
-    before somebody has looked at it, for which torch is needed.
+    before somebody has looked at it, for which torch is needed. exchange_wire: as a run has measured it.
     """
 
     model: TransformerConfig
@@ -65,6 +66,7 @@ class Config:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     description: ModelDescription | None = None
+    exchange_wire: ExchangeWire | None = None
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any], **told: Any) -> Config:
@@ -257,6 +259,8 @@ class Config:
         if self.description is None:
             return None
         rates = GPU if self.parallel.distributed_backend == "nccl" else CPU
+        if self.exchange_wire is not None:
+            rates = rates._replace(exchanged=self.exchange_wire.flops_per_byte)
         return costs_of(self.description, self.model, rates)
 
     @property

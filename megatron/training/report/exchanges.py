@@ -14,6 +14,7 @@ class Exchanges:
 
     rank: whose. kinds: collectives that tokens travel by; none: experts have no ranks of their own. parts: ranks that
     have other experts each. planned: bytes of a microbatch where every expert gets as many tokens; None: not known.
+    seconds_per_byte: on the wire by itself, as measured at the start.
     """
 
     def __init__(
@@ -23,9 +24,10 @@ class Exchanges:
         kinds: Sequence[str] = (),
         parts: int = 1,
         planned: int | None = None,
+        seconds_per_byte: float | None = None,
     ) -> None:
         self._rank, self._traffic, self._kinds = rank, traffic, kinds
-        self._parts, self._planned = parts, planned
+        self._parts, self._planned, self._seconds_per_byte = parts, planned, seconds_per_byte
         self.reset()
 
     @classmethod
@@ -38,7 +40,9 @@ class Exchanges:
         planned = None if costs is None else costs.exchanged_bytes(stages, splits=spec.splits_backward)
         dispatcher = model.moe_token_dispatcher_type
         kinds = ("all_gather", "reduce_scatter") if dispatcher == "allgather" else ("all_to_all",)
-        return cls(ps.rank, ps.ep_etp_group.traffic, kinds, ps.ep_group.size, planned)
+        wire = session.config.exchange_wire
+        seconds = None if wire is None else wire.seconds_per_byte
+        return cls(ps.rank, ps.ep_etp_group.traffic, kinds, ps.ep_group.size, planned, seconds)
 
     def reset(self) -> None:
         """Start the next interval."""
@@ -59,6 +63,9 @@ class Exchanges:
         if self._planned is not None:
             told += f" (planned {size_text(self._planned * self._microbatches // steps)} at even load)"
         told += f", waited {time_text((self._traffic.waited_s - self._waited_s) / steps)}"
+        if self._planned is not None and self._seconds_per_byte is not None:
+            planned_s = self._planned * self._microbatches / steps * self._seconds_per_byte
+            told += f" (the wire by itself takes {time_text(planned_s)} for what is planned)"
         loads = {layer: fullest(counts, self._parts) for layer, counts in tokens.items() if any(counts)}
         if loads:
             layer = max(loads, key=loads.__getitem__)

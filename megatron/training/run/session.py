@@ -37,6 +37,7 @@ from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.report.timers import Timers
 from megatron.training.run.describe import described
+from megatron.training.run.exchange_costs import measured_exchange_wire
 
 _OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.
 
@@ -132,10 +133,10 @@ def sow(seed: int, ps: ParallelState) -> None:
 
 
 def _planned(config: Config, env: LaunchEnv, ps: ParallelState) -> tuple[Config, Planner]:
-    """With the bytes of --rank-memory-limit, and the model's description where plans or rules read it; and the run's
-    planner.
+    """With the bytes of --rank-memory-limit, and the model's description where plans or rules read it, with the wire by
+    which its exchanges are priced; and the run's planner.
 
-    Communicates over the world. Raises ConfigurationError on every rank alike.
+    Communicates over the world and `ep_etp`. Raises ConfigurationError on every rank alike.
     """
     limit = config.parallel.rank_memory_limit
     if _asks_machine(config):
@@ -148,6 +149,7 @@ def _planned(config: Config, env: LaunchEnv, ps: ParallelState) -> tuple[Config,
         mine = as_json(described(config).description) if ps.is_first_rank else None
         told = host_data.all_gather_json(mine, ps.control_group)[0]
         config = dataclasses.replace(config, description=None if told is None else from_json(told))
+        config = dataclasses.replace(config, exchange_wire=measured_exchange_wire(config, ps))
     found = [dataclasses.asdict(problem) for problem in plan_problems(config, env)]
     for problems in host_data.all_gather_json(found, ps.control_group):
         if problems:  # machines differ in their memory

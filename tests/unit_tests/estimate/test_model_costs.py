@@ -22,7 +22,7 @@ from tests.harness.described import costs_of_model, whole
 from tests.harness.tiny_models import VARIANTS, tiny_config
 
 VOCAB, RANKS = 96, 4
-FLOPS_ALONE = DeviceRates(0, 0, 0)
+FLOPS_ALONE = DeviceRates(0, 0, 0, 0)
 WHOLE = StateBytes(STRATEGIES["no_shard"], ShardPlace(), 1, 1, 1, 1)
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}

@@ -34,6 +34,15 @@ def test_an_interval_is_told_by_step_beside_what_was_planned():
     assert exchanges.lines({})[0].startswith(" > exchanges with experts, of rank 3: 0 calls a step, 0 bytes")
 
 
+def test_what_the_wire_takes_by_itself_stands_beside_how_long_was_waited():
+    traffic = TrafficCounter()
+    exchanges = Exchanges(0, traffic, ("all_to_all",), parts=2, planned=1 << 20, seconds_per_byte=1e-8)
+    exchanges.add_iteration(4)
+    traffic.waited_s += 0.25
+    told = ", waited 250 ms (the wire by itself takes 41.94 ms for what is planned)"
+    assert exchanges.lines({})[0].endswith(told)
+
+
 def test_nothing_is_told_where_nothing_is_exchanged():
     exchanges = Exchanges(0, TrafficCounter())
     exchanges.add_iteration(1)
