@@ -15,6 +15,6 @@ class ExchangeWire(NamedTuple):
 
     @property
     def flops_per_byte(self) -> float:
-        """What exchanges are priced by: a power of two, so that the next start of the run finds the orders that this one
-        has searched for."""
+        """What exchanges are priced by: a power of two, so that the next start of the run finds the orders that
+        this one has searched for."""
         return 2.0 ** round(math.log2(self.seconds_per_byte * self.flops_per_s))

@@ -38,8 +38,8 @@ _SUMS = ("f", "b", "w", "activation", "held_after_b", "extra_grad_bytes")
 
 
 class DeviceRates(NamedTuple):
-    """FLOPs that a device computes while a byte goes to its own memory, to its tensor parallel peers, to the next stage,
-    and to ranks with other experts."""
+    """FLOPs that a device computes while a byte goes to its own memory, to its tensor parallel peers, to the next
+    stage, and to ranks with other experts."""
 
     moved: float
     gathered: float
@@ -332,8 +332,7 @@ def work_by_unit(piece: ModelPiece, names: Sequence[str], rates: DeviceRates) ->
     experts = [name for name in names if name.endswith(EXPERTS)] or names[:1]
     for group, rate, units in (("tp", rates.gathered, names[:1]), (EXCHANGE, rates.exchanged, experts)):
         waited = [
-            rate
-            * sum(size for key, size in piece.collectives.items() if key[:2] == (computation, group))
+            rate * sum(size for key, size in piece.collectives.items() if key[:2] == (computation, group))
             for computation in _SPLIT
         ]
         for name in units:

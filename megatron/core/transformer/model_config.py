@@ -201,6 +201,9 @@ class TransformerConfig:
         "how tokens come to experts on other ranks: all of them are gathered, or each is sent to where its experts are "
         "(flex: as alltoall)",
     )
+    moe_shared_expert_overlap: bool = arg(
+        False, "shared experts are computed while tokens travel to experts on other ranks"
+    )
     moe_grouped_gemm: bool = arg(False, "the products of a layer's experts as one kernel, where there is one")
     moe_per_layer_logging: bool = arg(False, "numbers of experts in the record by layer, too")
     # Dropout and initial weights

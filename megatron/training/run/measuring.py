@@ -1,4 +1,5 @@
-"""Measuring the steps of a run: a pipeline's bubble, what data parallelism holds and moves, and schedules solved again.
+"""Measuring the steps of a run: a pipeline's bubble, what data parallelism holds and moves, and schedules solved again;
+and before the first plan is made what exchanges with experts cost.
 
 All ranks exchange small figures (plan/measuring/measured_costs.py), solve the same problem and compare their plans.
 Weights keep their bits: an order of operations does not change sums.
@@ -10,6 +11,10 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import torch
+
+from megatron.core.device import product
+from megatron.core.distributed.plan_inputs import median_seconds
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import groups_of
@@ -26,13 +31,21 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.plan.text import to_json
 from megatron.core.safe_files import SHARED_MODE, publish_text
+from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
+from megatron.core.transport import collectives, host_data
+from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import size_text
+from megatron.estimate.description import EXCHANGE
+from megatron.estimate.exchange_wire import ExchangeWire
+from megatron.training.config.config import Config
 from megatron.training.report.plan_facts import check_same_plan
-from megatron.training.run.build import unsplittable
+from megatron.training.run.build import params_dtype, unsplittable
 from megatron.training.run.parts import RunParts
 from megatron.training.state import StepTask
 
 PLAN_FILE = "pipeline-plan.json"
+_LARGEST_EXCHANGE = 1 << 24  # bytes of an exchange
+_MOST_TOKENS = 1024  # of a product
 
 
 class Measuring:
@@ -189,3 +202,33 @@ class Measuring:
                 self._session.print_rank_last(f"WARNING: the pipeline's plan cannot be saved: {error}")
                 return None
         return str(path)
+
+
+def measured_exchange_wire(config: Config, ps: ParallelState) -> ExchangeWire | None:
+    """By the dispatcher's own collective, and a product of a layer's tokens with a matrix [hidden, hidden]; None where
+    experts have no ranks of their own. Communicates over `ep_etp`, and over the world."""
+    if ps.experts is None or config.description is None:
+        return None
+    exchanged = (
+        sum(size for key, size in piece.collectives.items() if key[:2] == ("F", EXCHANGE))
+        for piece in config.description.kinds.values()
+    )
+    group, device = ps.ep_etp_group, ps.device.torch_device
+    # A forward exchanges twice. Of rows of one byte, as many for each rank.
+    rows = max(1, min(max(exchanged) // 2, _LARGEST_EXCHANGE) // group.size)
+    one, every = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (rows, rows * group.size))
+    ranks = ExpertRanks.of(ps, config.model.moe_token_dispatcher_type)
+    if ranks is not None and ranks.gathers:
+        exchange, moved = functools.partial(collectives.all_gather, every, one, group), len(every)
+    else:
+        counts, into = (rows,) * group.size, torch.empty_like(every)
+        exchange = functools.partial(collectives.all_to_all, into, every, counts, counts, group)
+        moved = len(every) - rows
+    width, length = config.model.hidden_size, config.model.seq_length
+    assert width is not None and length is not None, "a model without a shape"  # noqa: PT018
+    tokens, dtype = min(_MOST_TOKENS, length * config.training.micro_batch_size), params_dtype(config)
+    x, weight = (torch.ones(count, width, dtype=dtype, device=device) for count in (tokens, width))
+    compute = functools.partial(product, x, weight, torch.empty_like(x))
+    mine = median_seconds(exchange, ps.device), median_seconds(compute, ps.device)
+    exchange_s, compute_s = map(max, zip(*host_data.all_gather_json(mine, ps.control_group), strict=True))
+    return ExchangeWire(exchange_s / moved, 2 * tokens * width * width / compute_s)

@@ -37,7 +37,7 @@ from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.report.timers import Timers
 from megatron.training.run.describe import described
-from megatron.training.run.exchange_costs import measured_exchange_wire
+from megatron.training.run.measuring import measured_exchange_wire
 
 _OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.
 

@@ -22,8 +22,8 @@ CASES = (
 
 @pytest.mark.parametrize(("device", "words"), CASES)
 def test_the_rest_of_a_long_step_repeats_what_was_looked_at(monkeypatch, device, words):
-    """On a CPU, where batches last for the step, those of what was left out count as if they had come first, and what is
-    said is out by them at most."""
+    """On a CPU, where batches last for the step, those of what was left out count as if they had come first, and what
+    is said is out by them at most."""
     flags = f"--num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 96 --bf16 {words}"
     backend = "gloo" if device == "cpu" else "nccl"
     checked = f"--check-config --device-profile {device} --distributed-backend {backend}"

@@ -1,4 +1,4 @@
-"""Exchanges between tokens and experts cost what the wire between their ranks was measured to, and nothing else does."""
+"""Exchanges between tokens and experts cost what the wire between their ranks was measured to."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from megatron.estimate.exchange_wire import ExchangeWire
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.describe import described
-from megatron.training.run.exchange_costs import measured_exchange_wire
+from megatron.training.run.measuring import measured_exchange_wire
 from tests.harness.launch_lines import SMALL
 from tests.harness.ranks import run_ranks
 
@@ -62,10 +62,14 @@ def test_all_ranks_measure_one_wire_before_there_is_a_plan(dispatcher):
 
     def body(ctx):
         ps = ctx.make_ps(dp=2, experts=config.world_part().experts)
-        before = ps.ep_etp_group.traffic.moved("all_to_all" if dispatcher == "alltoall" else "all_gather").calls
+        before = ps.ep_etp_group.traffic.moved(
+            "all_to_all" if dispatcher == "alltoall" else "all_gather"
+        ).calls
         wire = measured_exchange_wire(config, ps)
         assert ps.ep_etp_group.traffic.moved("all_reduce").calls == 0
-        calls = ps.ep_etp_group.traffic.moved("all_to_all" if dispatcher == "alltoall" else "all_gather").calls
+        calls = ps.ep_etp_group.traffic.moved(
+            "all_to_all" if dispatcher == "alltoall" else "all_gather"
+        ).calls
         return wire, calls - before, measured_exchange_wire(config, ctx.make_ps(dp=2)) is None
 
     (wire, calls, none), other = run_ranks(body, 2)

@@ -35,6 +35,7 @@ from megatron.core.transformer.experts import routing
 from megatron.core.transformer.experts.routing import Choices, Routes
 from megatron.core.transport import collectives
 from megatron.core.transport.gloo_pairs import add_in_rank_order
+from megatron.core.transport.pending import Pending
 
 
 class Dispatch(Protocol):
@@ -58,6 +59,10 @@ class Dispatch(Protocol):
 
     def start_sums(self, rows: Tensor) -> Callable[[], Tensor]:
         """[rows, h] -> begins to add up each token's; what returns them, [n, h]."""
+
+    def start_grads(self, rows: Tensor) -> Callable[[Tensor, torch.Size], tuple[Tensor, Tensor]]:
+        """Gradients [rows, h] -> begins to bring them to where the experts' input came from; what, given the gradients
+        of the rows' weights and a shape for those of tokens, returns the gradients of both inputs."""
 
     def row_weights(self, weights: Tensor) -> Tensor:
         """`weights` -> [rows]."""
@@ -95,6 +100,9 @@ class Gathered:
             return total
 
         return finish
+
+    def start_grads(self, rows: Tensor) -> Callable[[Tensor, torch.Size], tuple[Tensor, Tensor]]:
+        return _grads_of(self, rows)
 
     def row_weights(self, weights: Tensor) -> Tensor:
         return weights
@@ -149,18 +157,37 @@ class Exchanged:
 
         return sums
 
+    def start_grads(self, rows: Tensor) -> Callable[[Tensor, torch.Size], tuple[Tensor, Tensor]]:
+        return _grads_of(self, rows)
+
     def row_weights(self, weights: Tensor) -> Tensor:
         return self._to_experts(weights)
 
     def weight_grads(self, grads: Tensor) -> Tensor:
         return self._start_back(grads)()
 
+    def start(self, x: Tensor, weights: Tensor) -> tuple[Begun, Tensor, Tensor]:
+        """This rank's tokens [n, h], and `weights`, on their way; what they arrive in."""
+        arrived, pending = self._start_out(x.index_select(0, self._own.tokens))
+        of_rows, of_weights = self._start_out(weights)
+        return Begun(self, (pending, of_weights)), arrived, of_rows
+
+    def by_expert(self, arrived: Tensor) -> Tensor:
+        """Rows by the rank that they came from -> by expert."""
+        return arrived.index_select(0, self._by_expert)
+
     def _to_experts(self, own: Tensor) -> Tensor:
         """[own rows, ...] -> [rows, ...]."""
+        arrived, pending = self._start_out(own)
+        pending.wait()
+        return self.by_expert(arrived)
+
+    def _start_out(self, own: Tensor) -> tuple[Tensor, Pending]:
+        """[own rows, ...] -> begins to send them; what they arrive in, by rank."""
         sent = own if self._out is None else own.index_select(0, self._out)
         arrived = own.new_empty(sum(self._received), *own.shape[1:])
-        collectives.all_to_all(arrived, sent, self._received, self._sent, self._ranks.peers)
-        return arrived.index_select(0, self._by_expert)
+        counts = self._received, self._sent
+        return arrived, collectives.all_to_all(arrived, sent, *counts, self._ranks.peers, async_op=True)
 
     def _start_back(self, rows: Tensor) -> Callable[[], Tensor]:
         """[rows, ...] -> begins to send them back; what returns [own rows, ...], added up over `etp`."""
@@ -183,6 +210,46 @@ class Exchanged:
             return own
 
         return finish
+
+
+class Begun:
+    """`Dispatch` of what was sent before: what stands for this rank's tokens, and for `weights`, is what they arrive
+    in. The way of their gradients back is begun too where the experts' backward is through with them, and waited for by
+    whoever has sent the tokens (`grads`). It keeps no tensor whose graph keeps it.
+
+    pending: of tokens and of weights. differentiated: somebody wants their gradients.
+    """
+
+    def __init__(self, way: Exchanged, pending: tuple[Pending, Pending]) -> None:
+        self._way, self._pending, self.ends, self.differentiated = way, list(pending), way.ends, True
+        self.weights, self.rows, self.rows_again = way.weights, way.rows, way.rows_again
+        self.start_sums, self.weight_grads = way.start_sums, way.weight_grads
+        self._sums: Callable[[], Tensor] | None = None
+
+    def rows_and_kept(self, x: Tensor, keeps_gathered: bool) -> tuple[Tensor, Tensor]:
+        return (rows := self.row_weights(x)), rows
+
+    def row_weights(self, weights: Tensor) -> Tensor:
+        self._pending.pop(0).wait()
+        return self._way.by_expert(weights)
+
+    def start_grads(self, rows: Tensor) -> Callable[[Tensor, torch.Size], tuple[Tensor, Tensor]]:
+        if self.differentiated:
+            self._sums = self.start_sums(rows)
+        return lambda of_weights, _: (rows, of_weights)
+
+    def grads(self, of_weights: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Of the tokens and of what their rows count, once they are back."""
+        assert self._sums is not None, "gradients of tokens before the experts' backward"
+        sums, self._sums = self._sums, None
+        return sums().view(shape), self.weight_grads(of_weights)
+
+
+def _grads_of(
+    way: Gathered | Exchanged, rows: Tensor
+) -> Callable[[Tensor, torch.Size], tuple[Tensor, Tensor]]:
+    sums = way.start_sums(rows)
+    return lambda of_weights, shape: (sums().view(shape), way.weight_grads(of_weights))
 
 
 def dispatched(choices: Choices, tp: TensorParallel, ranks: ExpertRanks | None) -> Dispatch:

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.sink_module import (
     whole_region,
 )
 from megatron.core.transformer.activations import mlp_activation
-from megatron.core.transformer.experts.dispatch import Dispatch, dispatched
+from megatron.core.transformer.experts.dispatch import Begun, Dispatch, Exchanged, dispatched
 from megatron.core.transformer.experts.products import products_by_expert
 from megatron.core.transformer.experts.routing import Choices
 from megatron.core.transformer.layer_table import ExpertSizes
@@ -81,6 +81,14 @@ class ExpertLinear(SinkModule):
             self.sink.put(self.keys[1], None, dy, ends)
 
 
+class UnderWay(NamedTuple):
+    """The tokens of a microbatch, or what they arrive in, and the same of their rows' weights: with autograd."""
+
+    way: Dispatch
+    rows: Tensor
+    weights: Tensor
+
+
 class Experts(nn.Module):
     """[s/tp, b, h] (without sequence parallel [s, b, h]) -> the same, each token through the experts that it has
     chosen. Communicates over tp, or where experts lie on a grid of their own over all of this rank's peers there."""
@@ -101,9 +109,25 @@ class Experts(nn.Module):
         bands = even_bands(experts.width, self.parts)
         self.linear_fc2 = ExpertLinear((count, hidden, experts.width), 1, bands, out_of, bias)
 
-    def forward(self, x: Tensor, choices: Choices) -> Tensor:
+    def forward(self, x: Tensor, choices: Choices, under_way: UnderWay | None = None) -> Tensor:
+        """under_way: the same tokens, as `send` has returned them."""
+        if under_way is None:
+            way = dispatched(choices, self.tp, self.ranks)
+            under_way = UnderWay(way, x, way.weights)
+        way, rows, weights = under_way
+        function = _Experts(self, way, choices.even_rows, x.shape)
+        return apply(function, rows, weights, parameters=self.parameters())
+
+    def send(self, x: Tensor, choices: Choices) -> UnderWay | None:
+        """Tokens on their way to experts of other ranks; None where they are gathered. Reads no weights."""
         way = dispatched(choices, self.tp, self.ranks)
-        return apply(_Experts(self, way, choices.even_rows), x, way.weights, parameters=self.parameters())
+        if not isinstance(way, Exchanged):
+            return None
+        function = _Sent(way, x.shape)
+        arrived, weights = apply(function, x, way.weights)
+        (begun,) = function.begun
+        begun.differentiated = arrived.requires_grad
+        return UnderWay(begun, arrived, weights)
 
     def load(self, rows: int, even_rows: int) -> str:
         """What is said of this many rows, of a microbatch of the layer's tensor parallel ranks that has even_rows."""
@@ -128,19 +152,36 @@ def _says_load(compute: Callable[..., _T]) -> Callable[..., _T]:
     return computed
 
 
+class _Sent:
+    """A `GradFunction` of x and the weights of the rows that are sent -> what both arrive in. begun: their way, by
+    which the experts' backward has begun to send gradients back."""
+
+    def __init__(self, way: Exchanged, shape: torch.Size) -> None:
+        self._way, self._shape, self.begun = way, shape, list[Begun]()
+
+    def forward(self, x: Tensor, weights: Tensor) -> tuple[tuple[Tensor, ...], Kept]:
+        begun, *arrived = self._way.start(x.flatten(0, 1), weights)
+        self.begun.append(begun)
+        return tuple(arrived), ()
+
+    def backward(self, kept: Kept, _: Tensor, of_weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.begun[0].grads(of_weights, self._shape)
+
+
 class _Experts(NamedTuple):
-    """A `GradFunction` of x and the weights of rows. n: this rank's tokens. What it keeps: moe_layer, [Note: experts
-    again]. even_rows: of the microbatch."""
+    """A `GradFunction` of x, or of what stands for it in its way, and the weights of rows. n: this rank's tokens. What
+    it keeps: moe_layer, [Note: experts again]. even_rows: of the microbatch. shape: of x."""
 
     experts: Experts
     way: Dispatch
     even_rows: int
+    shape: torch.Size
 
     @_says_load
     def forward(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Kept]:
         experts, way, ends = self.experts, self.way, self.way.ends
         fc1, fc2 = experts.linear_fc1, experts.linear_fc2
-        rows, of_x = way.rows_and_kept(x.flatten(0, 1), fc1.sink.keeps_gathered)  # [rows, h], of [n, h]
+        rows, of_x = way.rows_and_kept(x.flatten(0, -2), fc1.sink.keeps_gathered)  # [rows, h], of [n, h]
         weights = way.row_weights(weights)  # [rows]
         wide = self._widened(rows, fc1.weight, fc1.bias)
         each = weights.unsqueeze(1)
@@ -150,7 +191,7 @@ class _Experts(NamedTuple):
             out += in_dtype(_by_row(fc2.bias, ends) * each, out.dtype)
         sums = way.start_sums(out)()  # [n, h]
         kept = of_x, None if experts.again else wide, weights, fc1.weight, fc1.bias, fc2.weight, fc2.bias
-        return sums.view(x.shape), kept
+        return sums.view(self.shape), kept
 
     @_says_load
     def backward(self, kept: Kept, dy: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,10 +216,10 @@ class _Experts(NamedTuple):
         rows = way.rows_again(of_x) if made is None or fc1.sink.deferring else made
         if weight1.requires_grad and not (isinstance(rows, Tensor) or fc1.sink.deferring):
             rows.start()
-        dx = way.start_sums(self._product(d, weight1))  # [n, h]
+        grads = way.start_grads(self._product(d, weight1))
         fc1.put_weight(rows, d, ends)
         fc1.put_bias(d, ends)
-        return dx().view(dy.shape), way.weight_grads(dweights)
+        return grads(dweights, dy.shape)
 
     def _widened(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Through the first matrix: [rows, h] -> [rows, f/tp], gated [rows, 2 f/tp]."""

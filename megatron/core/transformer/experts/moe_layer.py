@@ -24,6 +24,11 @@ class MoELayer(nn.Module):
     [Note: experts again] With `--recompute-modules moe` router, shared experts and experts keep their input alone. Each
     is computed again by itself, where its backward begins, and of the experts what their activation is given: so that
     other weights are not gathered beside theirs, and no second matrix is multiplied with twice.
+
+    [Note: shared experts beside the exchange] With `--moe-shared-expert-overlap` tokens are sent before the shared
+    experts are computed, and waited for by the experts; in the backward the experts send gradients back, which are
+    waited for behind the shared experts'. What is added up for a token is the same; its gradients come from the shared
+    experts first, then from the experts and the router.
     """
 
     def __init__(
@@ -43,10 +48,17 @@ class MoELayer(nn.Module):
             shared = factory.at("shared_experts")
             self.shared_experts = SharedExperts(config, experts.shared_width, shared)
         self.experts = Experts(config, experts, factory.at("experts"))
+        exchanges = factory.experts is not None and not factory.experts.gathers
+        self.overlaps = config.moe_shared_expert_overlap and bool(experts.shared_width) and exchanges
 
     def forward(self, x: Tensor) -> Tensor:
-        shared = self._shared(x)
-        routed = self.experts(x, self._choices(x) if self.again else self.router(x))
+        if self.overlaps:
+            choices = self._choices(x)
+            under_way, shared = self.experts.send(x, choices), self._shared(x)
+            routed = self.experts(x, choices, under_way)
+        else:
+            shared = self._shared(x)
+            routed = self.experts(x, self._choices(x))
         return routed if shared is None else routed + shared
 
     def _shared(self, x: Tensor) -> Tensor | None:
@@ -55,7 +67,10 @@ class MoELayer(nn.Module):
         return recomputed(self.shared_experts, self.context, x, anchor=_trained(self.shared_experts))
 
     def _choices(self, x: Tensor) -> Choices:
-        """Those of the router, whose weights alone are differentiated, and computed again."""
+        """Those of the router, whose weights alone are differentiated; these may be computed again."""
+        if not self.again:
+            plain: Choices = self.router(x)
+            return plain
         first: list[Choices] = []
 
         def weights(x: Tensor) -> Tensor:
