@@ -14,6 +14,7 @@ recomputation does to them.
 | gradients as many times too large as experts have ranks (#5656, #5956) | test_experts_array |
 | experts cut otherwise than dense layers (#6080), sizes lost under FSDP (#1781) | test_experts_array |
 | experts loaded behind another split (#924) | test_checkpoint_matrix |
+| a router of another dtype in sharded pipelines (#1643) | here |
 | all others | here |
 """
 
@@ -25,7 +26,7 @@ import torch
 
 from megatron.core.transformer.experts.counted import DROPPED, TOKENS
 from megatron.core.transformer.experts.routing import chosen_experts
-from tests.harness.layouts import NO_DROPOUT, Layout, Run, assembled
+from tests.harness.layouts import NO_DROPOUT, Layout, Run, assembled, train_run
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import (
     SWIGLU,
@@ -39,6 +40,11 @@ from tests.parity.test_moe_recompute import Joined
 
 EXPERTS = {**SWIGLU, "num_experts": 8, "moe_ffn_hidden_size": 24}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+SHARDED = tuple("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params".split())
+ROUTER_DTYPE = [
+    *"--num-layers 4 --bf16 --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-dtype fp32 --swiglu".split(),
+    *("--disable-bias-linear", *NO_DROPOUT),
+]
 BATCH, TOKENS_OF_IT = tiny_batch(), 48
 
 
@@ -263,3 +269,32 @@ def test_thread_losses_weigh_on_two_ranks_what_they_do_on_one(name, additions):
     np.testing.assert_allclose(
         assembled([rank[name] for rank in ranks])[ROUTER], expected, rtol=1e-9, atol=1e-14
     )
+
+
+def of_router(ctx, flags):
+    """Losses of three steps, and the dtypes that the router computed in and has its weight in."""
+    found = []
+    for words in flags:
+        run, dtypes = Run(ctx, Layout(pp=2, dp=2, schedule="zb-1p", more=words), ROUTER_DTYPE), set()
+        for chunk in run.engine.chunks:
+            for layer in chunk.module.decoder.layers.values():
+                layer.mlp.router.register_forward_hook(
+                    lambda router, _, choices, seen=dtypes: seen.add(
+                        (choices.weights.dtype, router.weight.dtype)
+                    )
+                )
+        found.append((train_run(run, 3).losses, dtypes))
+    return found
+
+
+@pytest.mark.grid
+def test_a_router_in_fp32_of_sharded_bf16_weights_in_a_pipeline():
+    """#1643: it failed where pipelines were sharded. Weights that are gathered are cast for each product, and losses are
+    those of ranks that have them whole, bit for bit."""
+    over = tuple("--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split())
+    flags = [(), ("--use-distributed-optimizer",), SHARDED, (*SHARDED, *over)]
+    for whole, *others in run_ranks(of_router, 4, flags, timeout=120):
+        assert whole[1] == {(torch.float32, torch.bfloat16)}
+        assert [other[0] for other in others[:2]] == [whole[0]] * 2
+        assert np.allclose(others[2][0], whole[0], rtol=0, atol=0.02)  # products of other rows
+        assert [other[1] for other in others] == [whole[1]] * len(others)
