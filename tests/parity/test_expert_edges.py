@@ -289,8 +289,8 @@ def of_router(ctx, flags):
 
 @pytest.mark.grid
 def test_a_router_in_fp32_of_sharded_bf16_weights_in_a_pipeline():
-    """#1643: it failed where pipelines were sharded. Weights that are gathered are cast for each product, and losses are
-    those of ranks that have them whole, bit for bit."""
+    """#1643: it failed where pipelines were sharded. Weights that are gathered are cast for each product, and losses
+    are those of ranks that have them whole, bit for bit."""
     over = tuple("--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split())
     flags = [(), ("--use-distributed-optimizer",), SHARDED, (*SHARDED, *over)]
     for whole, *others in run_ranks(of_router, 4, flags, timeout=120):

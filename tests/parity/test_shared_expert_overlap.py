@@ -14,6 +14,9 @@ from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.transport import collectives
 from megatron.core.transport.pending import Pending
 from megatron.core.transport.rank_grid import expert_grid
+from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.run.arguments import parse_config
+from tests.harness.launch_lines import SMALL
 from tests.harness.layouts import Layout
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny_models import SWIGLU, tiny_config, tiny_stage
@@ -24,6 +27,7 @@ EXPERTS = {
     "num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "num_layers": 1,
     "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True, **SWIGLU,
 }  # fmt: skip
+SHARED = "--num-experts 4 --moe-shared-expert-intermediate-size 32"
 SELECTIVE = {"recompute_granularity": "selective"}
 CASES = {
     "data": ({"dp": 2}, {}),
@@ -140,7 +144,24 @@ def test_nothing_waits_where_nobody_wants_gradients_of_tokens_and_nothing_outliv
     assert run_ranks(body, 2) == [True, True]
 
 
-@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--num-experts 4", "without --moe-shared-expert-intermediate-size"),
+        (f"{SHARED} --moe-token-dispatcher-type alltoall", "where tokens are not exchanged"),
+        (f"{SHARED} --expert-model-parallel-size 2", "where tokens are not exchanged"),
+        (f"{SHARED} --expert-model-parallel-size 2 --moe-token-dispatcher-type flex", ""),
+    ],
+)
+def test_a_line_says_where_nothing_is_exchanged(words, reason):
+    flags = f"--global-batch-size 8 --swiglu --disable-bias-linear --moe-shared-expert-overlap {words}"
+    config = parse_config([*SMALL, *flags.split()], env=LaunchEnv(world_size=2))
+    told = [one for one in (*config.warnings, *config.notes) if "--moe-shared-expert-overlap" in one]
+    assert len(told) == bool(reason)
+    assert all(reason in one for one in told)
+
+
+@pytest.mark.full
 def test_layouts_equal_one_process():
     overlap = "--moe-shared-expert-overlap"
     check([(Layout(dp=2, more=ep(2, overlap)), "qwen2")], "--fp64")
