@@ -81,7 +81,7 @@ class ExpertLinear(SinkModule):
             self.sink.put(self.keys[1], None, dy, ends)
 
 
-class UnderWay(NamedTuple):
+class SentTokens(NamedTuple):
     """The tokens of a microbatch, or what they arrive in, and the same of their rows' weights: with autograd."""
 
     way: Dispatch
@@ -109,16 +109,16 @@ class Experts(nn.Module):
         bands = even_bands(experts.width, self.parts)
         self.linear_fc2 = ExpertLinear((count, hidden, experts.width), 1, bands, out_of, bias)
 
-    def forward(self, x: Tensor, choices: Choices, under_way: UnderWay | None = None) -> Tensor:
+    def forward(self, x: Tensor, choices: Choices, under_way: SentTokens | None = None) -> Tensor:
         """under_way: the same tokens, as `send` has returned them."""
         if under_way is None:
             way = dispatched(choices, self.tp, self.ranks)
-            under_way = UnderWay(way, x, way.weights)
+            under_way = SentTokens(way, x, way.weights)
         way, rows, weights = under_way
         function = _Experts(self, way, choices.even_rows, x.shape)
         return apply(function, rows, weights, parameters=self.parameters())
 
-    def send(self, x: Tensor, choices: Choices) -> UnderWay | None:
+    def send(self, x: Tensor, choices: Choices) -> SentTokens | None:
         """Tokens on their way to experts of other ranks; None where they are gathered. Reads no weights."""
         way = dispatched(choices, self.tp, self.ranks)
         if not isinstance(way, Exchanged):
@@ -127,7 +127,7 @@ class Experts(nn.Module):
         arrived, weights = apply(function, x, way.weights)
         (begun,) = function.begun
         begun.differentiated = arrived.requires_grad
-        return UnderWay(begun, arrived, weights)
+        return SentTokens(begun, arrived, weights)
 
     def load(self, rows: int, even_rows: int) -> str:
         """What is said of this many rows, of a microbatch of the layer's tensor parallel ranks that has even_rows."""
