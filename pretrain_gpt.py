@@ -39,17 +39,11 @@ def get_batch(data_iterator: Iterator[Any], model: nn.Module) -> dict[str, Tenso
     tokens, position_ids [b, s] where the model embeds; labels, loss_mask [b, s] where the loss is; attention_mask on
     all stages, None = causal.
     """
+    from megatron.core.models.gpt.batch import stage_batch
     from megatron.training.global_vars import get_device
 
-    batch = next(data_iterator)
-    names = ["attention_mask"]
-    names += ["tokens", "position_ids"] if model.pre_process else []
-    names += ["labels", "loss_mask"] if model.post_process else []
     device = get_device().torch_device
-    moved = {name: batch[name].to(device, non_blocking=True) for name in names if batch.get(name) is not None}
-    return {
-        name: moved.get(name) for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    }
+    return stage_batch(next(data_iterator), device, embeds=model.pre_process, ends=model.post_process)
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

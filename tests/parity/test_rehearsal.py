@@ -96,6 +96,20 @@ def test_accounts_know_the_grid_of_experts(ranks, words):
         assert differences(account, one.seen) == []
 
 
+@pytest.mark.parametrize("words", [PP, "--reset-attention-mask"])
+def test_what_a_gpu_keeps_of_a_batch_is_in_the_account(words):
+    config = config_of(f"--rehearse --device-profile h100-80gb --distributed-backend nccl {words}", 2)
+    together = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    for one, account in accounts_of(config, together):
+        assert differences(account, one.seen) == []
+    last = together[-1]
+    spec = last.runner.spec
+    pieces = parts_of(config, spec, description_of(config, spec), last.engine.model).stages
+    mask_bytes = config.training.micro_batch_size * config.model.seq_length * 4
+    assert pieces[max(pieces)][-1].modules[""].kept_bytes >= mask_bytes
+    assert all("batches" not in seen.held for seen in last.seen)
+
+
 def test_an_account_that_is_wrong_is_told_by_operation_and_kind():
     config = config_of(f"{PP} --use-distributed-optimizer", 4)
     one, account = next(

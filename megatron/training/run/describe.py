@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.device import imagining
+from megatron.core.device import imagining, kind_of
 from megatron.core.distributed.custom_fsdp.bucket_memory import grad_comm_dtype, main_grad_dtype
+from megatron.core.models.gpt.batch import empty_batch, stage_batch
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.models.gpt.loss import gpt_loss
 from megatron.core.models.gpt.stage_layers import StageSpec
@@ -142,23 +143,33 @@ class ModelParts:
         return renumbered(seen, layers, range(len(layers)))
 
 
+def host_batch(config: Config, device: torch.device) -> dict[str, Tensor]:
+    """A microbatch as the loader of the flags gives it, without values: on the host, whose memory CPUs compute in."""
+    data, length = config.data, config.model.seq_length
+    assert length is not None, "a model without a sequence length"
+    masked = data.create_attention_mask_in_dataloader and data.reset_attention_mask
+    where = device if kind_of(device) == "cpu" else torch.device("cpu")
+    return empty_batch(config.training.micro_batch_size, length, where, masked=masked)
+
+
 def _forward(config: Config, model: GPTModel) -> Callable[[Tensor | None], Tensor]:
-    """One microbatch of a part of the model. Its batch is there before, and is no part of what it takes."""
-    shape = config.training.micro_batch_size, config.model.seq_length
-    assert shape[1] is not None, "a model without a sequence length"
-    ids, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    loss_mask = torch.ones(shape)
-    mask = None
-    if config.data.reset_attention_mask:
-        mask = torch.zeros(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
+    """One microbatch of a part of the model. Its batch is there before; what of it goes to another device is part of
+    what it takes."""
+    where = torch.get_default_device()
+    host = host_batch(config, where)
 
     def forward(hidden: Tensor | None) -> Tensor:
         model.context.begin_microbatch(1, 0, 0)
         if hidden is not None:
             model.set_input_tensor(hidden)
-        out: Tensor = model(ids, positions, mask, labels=ids if model.post_process else None)
+        batch = stage_batch(host, where, embeds=model.pre_process, ends=model.post_process)
+        out: Tensor = model(
+            batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+        )
         if not model.post_process:
             return out
+        loss_mask = batch["loss_mask"]
+        assert loss_mask is not None, "a batch without a mask of its loss"
         loss = evaluate_loss(out, functools.partial(gpt_loss, loss_mask))
         return loss_to_differentiate(loss, config.model.calculate_per_token_loss)
 

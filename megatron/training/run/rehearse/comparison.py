@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
@@ -16,6 +18,7 @@ from megatron.estimate.rank_account import RankAccount, rank_account
 from megatron.estimate.rank_parts import RankParts
 from megatron.estimate.step_watch import Seen
 from megatron.training.config.config import Config
+from megatron.training.run.describe import host_batch
 
 
 def parts_of(
@@ -47,11 +50,8 @@ def parts_of(
 
 
 def batch_bytes(config: Config) -> int:
-    """Of a microbatch's batch: ids, labels and positions of 8 bytes, masks of the loss of 4 a token; masks of attention
-    where the loader makes them."""
-    tokens, length = config.training.micro_batch_size, config.model.seq_length or 0
-    masked = config.data.create_attention_mask_in_dataloader and config.data.reset_attention_mask
-    return tokens * length * (3 * 8 + 4 + (length if masked else 0))
+    """Of a microbatch's batch, as the loader gives it."""
+    return sum(tensor.nbytes for tensor in host_batch(config, torch.device("meta")).values())
 
 
 def why_no_account(config: Config, *, is_described: bool) -> str:

@@ -44,7 +44,7 @@ from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import ForwardStep, StepMetrics
 from megatron.training.run.build import ModelProvider, build_engine, imagined_world
 from megatron.training.run.data import StepBatches
-from megatron.training.run.describe import described, described_model
+from megatron.training.run.describe import described, described_model, host_batch
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.pipeline_memory import settle
@@ -262,18 +262,6 @@ def _phase(name: str) -> Iterator[None]:
 
 
 def batches(config: Config, device: Device) -> Iterator[dict[str, torch.Tensor]]:
-    """Microbatches as the loader of the flags gives them, without values: on the host, whose memory CPUs compute in."""
+    """Microbatches without values."""
     while True:
-        yield _batch(config, device)  # and keeps none itself
-
-
-def _batch(config: Config, device: Device) -> dict[str, torch.Tensor]:
-    where = torch.device("cpu") if device.kind == "cuda" else device.torch_device
-    size, length = config.training.micro_batch_size, config.model.seq_length or 0
-    batch = {
-        name: torch.zeros(size, length, dtype=torch.int64, device=where)
-        for name in ("tokens", "labels", "position_ids")
-    }
-    if config.data.create_attention_mask_in_dataloader and config.data.reset_attention_mask:
-        batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device=where)
-    return batch | {"loss_mask": torch.ones(size, length, device=where)}
+        yield host_batch(config, device.torch_device)  # and keeps none itself
