@@ -1,7 +1,8 @@
 """What a rank holds while its steps run, by kind, looked at behind every operation of its row.
 
 [Note: shapes once] torch finds many shapes of tensors without memory in Python, in up to some milliseconds. Steps do
-the same things to the same shapes, so what an operation makes is found once, and made by its shape from then on.
+the same things to the same shapes, so what an operation makes is found once, and made by its shape from then on. One
+that writes to its arguments has nothing left to do, and one that gives views makes no memory that has to be watched.
 """
 
 from __future__ import annotations
@@ -78,6 +79,24 @@ def _shapes(value: Any) -> Any:
     return type(value), value  # 1, 1.0 and True are equal
 
 
+def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """By which operations make the same; None where that has no hash."""
+    key = func, _shapes(args), _shapes(kwargs)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _gives(func: Any) -> str:
+    """By what an operation says of itself: "arguments" that it writes to, "views" of them, or "memory"."""
+    if func._schema.is_mutable:
+        return "arguments"
+    returns = func._schema.returns
+    return "views" if returns and all(one.alias_info is not None for one in returns) else "memory"
+
+
 class StepWatch(StorageWatch):
     """Inside `with`, in this thread. tracker: of the engine, whose gathered weights and gradients no operation makes.
 
@@ -95,6 +114,7 @@ class StepWatch(StorageWatch):
         self._tracker, self._by_kind = tracker, Counter[str]()
         self._under_way: list[str] = []
         self._outputs: dict[Any, Any] = {}
+        self._giving: dict[Any, str] = {}  # operations: what they give
         self.begin()
         super().__init__(device, paths, owned)
 
@@ -124,26 +144,61 @@ class StepWatch(StorageWatch):
         held["temporaries"] = max(0, made[ENGINE] - sum(live(kind) for kind in _TRACKED))
         return {kind: size for kind, size in held.items() if size}
 
-    def _call(self, func: Any, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """See [Note: shapes once]."""
         if self.device.type != "meta":
-            return super()._call(func, inputs, args, kwargs)
-        try:
-            key = func, _shapes(args), _shapes(kwargs)
-            known = self._outputs.get(key)
-        except TypeError:  # what has no hash
-            return super()._call(func, inputs, args, kwargs)
-        if known is not None:
-            return _replaced(_Output, _Output.made, known)
-        out = super()._call(func, inputs, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        if (gives := self._giving.get(func)) is None:
+            gives = self._giving[func] = _gives(func)
+        if gives == "views":
+            out = func(*args, **kwargs)
+        elif gives == "arguments":
+            out = self._written(func, args, kwargs)
+        else:
+            out, is_known = self._made_by(func, args, kwargs)
+            outputs = tensors_in(out)
+            before = set[int]() if is_known else set(map(place_of, tensors_in(args, kwargs)))
+            if new := [tensor for tensor in outputs if place_of(tensor) not in before]:
+                path = self._owner(tensors_in(args, kwargs))
+                for tensor in new:
+                    self._see(tensor, path)
+                return out
+        if not self._has_owner():
+            self._owner(tensors_in(args, kwargs))
+        return out
+
+    def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operation gives that writes to its arguments."""
+        key = _key(func, args, kwargs)
+        if key is not None and (known := self._outputs.get(key)) is not None:
+            name = known[0]
+            return None if name is None else args[name] if isinstance(name, int) else kwargs[name]
+        out = func(*args, **kwargs)
+        are_meta = all(one.is_meta for one in tensors_in(args, kwargs))
+        if are_meta and key is not None and key == _key(func, args, kwargs):  # it has not changed their shapes
+            names = [name for name, one in (*enumerate(args), *kwargs.items()) if one is out]
+            if names or out is None:
+                self._outputs[key] = [*names, None]
+        return out
+
+    def _made_by(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """What an operation gives that makes memory; whether that was known."""
+        key = _key(func, args, kwargs)
+        if key is not None and (known := self._outputs.get(key)) is not None:
+            return _replaced(_Output, _Output.made, known), True
+        out = func(*args, **kwargs)
         outputs = tensors_in(out)
-        if outputs and not func._schema.is_mutable and all(one.is_meta for one in outputs):
+        if key is not None and outputs and all(one.is_meta for one in outputs):
             places = {place_of(one) for one in outputs}
+            inputs = tensors_in(args, kwargs)
             if len(places) == len(outputs) and places.isdisjoint(map(place_of, inputs)):
                 told = _replaced(Tensor, _Output.of, out)
                 if all(_Output.of(one).is_whole for one in outputs):
                     self._outputs[key] = told
-        return out
+        return out, False
 
     def _see(self, tensor: Tensor, path: str) -> None:
         before = self._now

@@ -99,7 +99,7 @@ class StorageWatch(TorchDispatchMode):
     ) -> Any:
         inputs = tensors_in(args, kwargs)
         path = self._owner(inputs)
-        out = self._call(func, inputs, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
         outputs = tensors_in(out)
         self._count(func, inputs, outputs, args, path)
         known = {place_of(tensor) for tensor in inputs}
@@ -107,9 +107,6 @@ class StorageWatch(TorchDispatchMode):
             if place_of(tensor) not in known:
                 self._see(tensor, path)
         return out
-
-    def _call(self, func: Any, inputs: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
 
     def _owner(self, inputs: Sequence[Tensor]) -> str:
         """See [Note: whose it is]."""
@@ -123,8 +120,12 @@ class StorageWatch(TorchDispatchMode):
         if path is None:
             return "" if node is None else self._of_nodes.get(node._sequence_nr(), "")
         # The node of autograd that this operation is in the forward of was the last to be made.
-        self._of_nodes.setdefault(torch._C._autograd._get_sequence_nr() - 1, path)
+        self._of_nodes.setdefault(_last_node(), path)
         return path
+
+    def _has_owner(self) -> bool:
+        """Whether the last node of autograd is somebody's already."""
+        return _last_node() in self._of_nodes
 
     def _count(
         self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Any, path: str
@@ -190,6 +191,10 @@ class Watch(StorageWatch):
 
     def grad_ready(self, key: str, microbatch: int) -> None:
         self._added_to = None
+
+
+def _last_node() -> int:
+    return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
 def _owner_of(frame: FrameType) -> tuple[int, int]:
