@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import threading
 import platform
 import resource
 import sys
@@ -186,3 +187,22 @@ def processor_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.machine()
+
+
+def other_threads_run() -> bool:
+    """Whether another thread of this process runs, or would; False where the system does not say."""
+    own = str(threading.get_native_id())
+    try:
+        tasks = [task for task in os.listdir("/proc/self/task") if task != own]
+    except OSError:
+        return False
+    return any(_state_of(task) == "R" for task in tasks)
+
+
+def _state_of(task: str) -> str:
+    """Of a thread of this process; "" of one that has ended."""
+    try:
+        with open(f"/proc/self/task/{task}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -14,7 +14,18 @@ from collections.abc import Iterator, Mapping
 from megatron.core.words import counted
 
 PERSISTENT = ("weights", "main_weights", "main_grads", "extra_grads", "moments", "slots")
-TRANSIENT = ("gathered", "grads", "extra", "exchange", "outer", "packed", "casts", "snapshot")
+TRANSIENT = (
+    "gathered",
+    "grads",
+    "extra",
+    "exchange",
+    "outer",
+    "packed",
+    "casts",
+    "figures",
+    "tails",
+    "snapshot",
+)
 GRADIENTS = ("grads", "extra")  # whole ones, and accumulators of further uses
 PLANNED = ("gathered", "grads", "extra")  # of these, that which a plan's operations take and give back
 

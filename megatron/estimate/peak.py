@@ -34,6 +34,12 @@ class Peak(NamedTuple):
         return sum(self.held.values())
 
 
+def step_peak(rank: int, part: str, held: Mapping[str, int]) -> Peak:
+    """Of a part of the optimizer's step, in which kinds of bytes have no other owner."""
+    sizes = [MemoryHolder(kind, "", size) for kind, size in held.items()]
+    return Peak(rank, part, "", held, tuple(sorted(sizes, key=lambda one: -one.num_bytes)[:MOST_HOLDERS]))
+
+
 def kinds_text(held: Mapping[str, int]) -> str:
     """Bytes by kind, the largest first."""
     return ", ".join(

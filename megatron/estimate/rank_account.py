@@ -26,7 +26,7 @@ from megatron.estimate.hidden_states import (
     joined,
     without_zeros,
 )
-from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder, Peak
+from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder, Peak, step_peak
 from megatron.estimate.rank_parts import HeldMoment, RankParts
 
 _NAMES = {F: "F", B: "B", W: "W", BW: "BW"}
@@ -38,20 +38,21 @@ _TAKES = {F: (ir.RECV_F, 1), B: (ir.RECV_B, -1), BW: (ir.RECV_B, -1)}
 @dataclasses.dataclass(frozen=True)
 class RankAccount:
     """Of one pipeline rank, in a step after the first. at_rest: between steps, with what lasts. moments: in the order
-    of the row."""
+    of the row. step: behind it, the most that each part of the optimizer's step holds, by kind."""
 
     rank: int
     row: ir.Row
     at_rest: Mapping[str, int]
     moments: tuple[HeldMoment, ...]
+    step: Mapping[str, Mapping[str, int]]
     peak: Peak
 
     @property
     def most(self) -> dict[str, int]:
         """The most of each kind, whenever."""
         found = Counter[str]()
-        for moment in self.moments:
-            found |= Counter(moment.held)
+        for held in (*(moment.held for moment in self.moments), *self.step.values()):
+            found |= Counter(held)
         return dict(found)
 
     def behind(self) -> dict[int, Mapping[str, int]]:
@@ -73,7 +74,11 @@ def rank_account(
         residency = Residency("no_shard")
     walk = _AccountWalk(plan, rank, units, residency, parts)
     walk.run()
-    return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), walk.peak_moment())
+    behind = walk.moments[-1].held if walk.moments else walk.at_rest
+    step = {name: dict(Counter(behind) + Counter(taken)) for name, taken in parts.step.items()}
+    peaks = [walk.peak_moment(), *(step_peak(rank, name, held) for name, held in step.items())]
+    peak = max(peaks, key=lambda one: one.total)
+    return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), step, peak)
 
 
 class _AccountWalk(RowWalk):

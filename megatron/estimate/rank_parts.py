@@ -30,7 +30,8 @@ class RankParts:
     order of the forward. batch_bytes: of a microbatch's batch, kept for the step; 0 where none is. exchange: what
     summing a unit takes beside its gradients, by its name, whether over instances, and whether it was summed before in
     the step. resting: bytes of a unit's gradients at rest that have no memory from a step's beginning to its first sum.
-    slots: by unit whose weights and gradients lie
+    step: what parts of the optimizer's step take at most beside what is there at the end of the row, by kind. slots: by
+    unit whose weights and gradients lie
     in one of a double buffer, which; what would take one waits until it is free. drawn: microbatches of the step whose
     batches are there before the row begins, because the row is of its last microbatches only.
     """
@@ -42,3 +43,4 @@ class RankParts:
     resting: Mapping[str, int] = dataclasses.field(default_factory=dict)
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
     drawn: int = 0
+    step: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)

@@ -8,6 +8,7 @@ that writes to its arguments has nothing left to do, and one that gives views ma
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core import machine
 from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, MemoryTracker
 from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder
 from megatron.estimate.watch import StorageWatch, place_of, tensors_in
 
+_MOMENT = 2e-4  # seconds
+STEP_KINDS = ("figures", "tails")  # the tracker's, of the optimizer's step
 # Paths, in place of modules', of what is no module: who carries messages, gives batches, adds up figures, and the
 # engine with its optimizer, most of whose memory the tracker knows.
 MESSAGES, BATCHES, FIGURES, ENGINE = "/messages", "/batches", "/figures", "/engine"
@@ -27,7 +31,9 @@ _TRACKED = (
     "packed",
     "casts",
     "snapshot",
+    *STEP_KINDS,
 )  # of what operations make, that which the tracker counts too
+_OF_STEP = ("casts", "snapshot", *STEP_KINDS)
 
 
 class Seen(NamedTuple):
@@ -101,7 +107,8 @@ class StepWatch(StorageWatch):
     """Inside `with`, in this thread. tracker: of the engine, whose gathered weights and gradients no operation makes.
 
     seen: of the step, what is held behind each operation that ran as a `region`. peak: the most at once since `begin`,
-    whose operation is the one under way; holders: who had it.
+    whose operation is the one under way; holders: who had it. parts: of the optimizer's step, by name, what the tracker
+    counted at most of what they take, and what it did not (temporaries).
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class StepWatch(StorageWatch):
     ) -> None:
         self._tracker, self._by_kind = tracker, Counter[str]()
         self._under_way: list[str] = []
+        self._temporaries = 0
         self._outputs: dict[Any, Any] = {}
         self._giving: dict[Any, str] = {}  # operations: what they give
         self.begin()
@@ -121,6 +129,7 @@ class StepWatch(StorageWatch):
     def begin(self) -> None:
         """A step begins."""
         self.seen: list[Seen] = []
+        self.parts: dict[str, dict[str, int]] = {}
         self.peak, self.holders = Seen("", {}), list[MemoryHolder]()
         self._most = -1
 
@@ -129,19 +138,32 @@ class StepWatch(StorageWatch):
         """An operation of the row: `Executor.run`."""
         self._under_way.append(operation)
         yield
+        if self.device.type == "cpu":
+            _let_threads_end()
         self._look()
         self._under_way.pop()
         self.seen.append(Seen(operation, self.held_by_kind()))
 
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of a step, of which all begin and end outside of the row."""
+        self._tracker.reset_peaks()
+        before = self._temporaries = self._untracked()
+        yield
+        most = {kind: self._tracker.peak(kind) for kind in _OF_STEP}
+        most["temporaries"] = self._temporaries - before
+        self.parts[name] = {kind: size for kind, size in most.items() if size}
+
     def held_by_kind(self) -> dict[str, int]:
         """What there is now."""
+        self._count_ends()
         live, made = self._tracker.live, self._by_kind
         held = {kind: live(kind) for kind in (*PERSISTENT, "gathered", *_TRACKED)}
         held["grads"] = sum(live(kind) for kind in GRADIENTS)
         held["activations"], held["messages"], held["batches"] = (
             made[kind] for kind in ("", MESSAGES, BATCHES)
         )
-        held["temporaries"] = max(0, made[ENGINE] - sum(live(kind) for kind in _TRACKED))
+        held["temporaries"] = self._untracked()
         return {kind: size for kind, size in held.items() if size}
 
     def __torch_dispatch__(
@@ -178,7 +200,9 @@ class StepWatch(StorageWatch):
             return None if name is None else args[name] if isinstance(name, int) else kwargs[name]
         out = func(*args, **kwargs)
         are_meta = all(one.is_meta for one in tensors_in(args, kwargs))
-        if are_meta and key is not None and key == _key(func, args, kwargs):  # it has not changed their shapes
+        if (
+            are_meta and key is not None and key == _key(func, args, kwargs)
+        ):  # it has not changed their shapes
             names = [name for name, one in (*enumerate(args), *kwargs.items()) if one is out]
             if names or out is None:
                 self._outputs[key] = [*names, None]
@@ -200,11 +224,10 @@ class StepWatch(StorageWatch):
                     self._outputs[key] = told
         return out, False
 
-    def _see(self, tensor: Tensor, path: str) -> None:
-        before = self._now
-        super()._see(tensor, path)
-        if grown := self._now - before:
-            self._by_kind[_kind_of(path)] += grown
+    def _grew(self, path: str, num_bytes: int) -> None:
+        super()._grew(path, num_bytes)
+        self._by_kind[_kind_of(path)] += num_bytes
+        if num_bytes:
             self._look()
 
     def _gone(self, place: int) -> None:
@@ -212,10 +235,17 @@ class StepWatch(StorageWatch):
         super()._gone(place)
         self._by_kind[_kind_of(path)] -= num_bytes
 
+    def _untracked(self) -> int:
+        """What the engine and its optimizer have made that the tracker does not know of."""
+        return max(0, self._by_kind[ENGINE] - sum(map(self._tracker.live, _TRACKED)))
+
     def _look(self) -> None:
         """Whether there was never more."""
+        self._count_ends()
         live, made = self._tracker.live, self._by_kind
-        engine = max(made[ENGINE], sum(live(kind) for kind in _TRACKED))
+        untracked = self._untracked()
+        engine = untracked + sum(live(kind) for kind in _TRACKED)
+        self._temporaries = max(self._temporaries, untracked)
         total = self._tracker.persistent_bytes + live("gathered") + live("grads") + live("extra") + engine
         total += made[""] + made[MESSAGES] + made[BATCHES]
         if total > self._most:
@@ -233,6 +263,15 @@ class StepWatch(StorageWatch):
         ]
         known = [one for one in sizes if one.kind not in ("figures", "engine")]
         self.holders = sorted(known, key=lambda one: -one.num_bytes)[:MOST_HOLDERS]
+
+
+def _let_threads_end() -> None:
+    """A thread of gloo lets go of what it has carried a moment after that was waited for, and needs Python's lock for
+    it: it gets the lock here, and the time that it takes."""
+    at_rest = 0
+    while at_rest < 2:
+        time.sleep(_MOMENT)
+        at_rest = 0 if machine.other_threads_run() else at_rest + 1
 
 
 def _kind_of(path: str) -> str:

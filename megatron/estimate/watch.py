@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -47,12 +47,16 @@ class StorageWatch(TorchDispatchMode):
         # By place: whose, bytes, in which computation, and what tells of their end.
         self._live: dict[int, tuple[str, int, int, object]] = {}
         self._sizes = Counter[str]()  # of what lives, by path
+        self._ended = deque[
+            int
+        ]()  # places of what lives no more, also told by other threads: see `_count_ends`
         self._computation = 0
         self._of_nodes: dict[int, str] = {}
         self._added_to: str | None = None
         self._begin()
 
     def _begin(self) -> None:
+        self._count_ends()
         self._computation += 1
         self._sums: dict[str, Counter[str]] = {}
         self._now, self._made, self._most_made, self.most = 0, Counter[str](), Counter[str](), 0
@@ -73,6 +77,7 @@ class StorageWatch(TorchDispatchMode):
 
     def held(self) -> Counter[str]:
         """Bytes that are there now, by the path of who made them."""
+        self._count_ends()
         return +self._sizes
 
     def maker(self, tensor: Tensor | None) -> str:
@@ -143,17 +148,26 @@ class StorageWatch(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, path: str) -> None:
         """A tensor of a storage that is new: it is there until nobody has it."""
+        self._count_ends()
         place = place_of(tensor)
         if tensor.device.type != self.device.type or place in self._live or place in self._owners:
             return
         storage = tensor.untyped_storage()
-        num_bytes, end = storage.nbytes(), weakref.ref(storage, lambda _: self._gone(place))
+        num_bytes, end = storage.nbytes(), weakref.ref(storage, lambda _: self._ended.append(place))
         self._live[place] = path, num_bytes, self._computation, end
+        self._grew(path, num_bytes)
+
+    def _grew(self, path: str, num_bytes: int) -> None:
         self._sizes[path] += num_bytes
         self._now += num_bytes
         self._made[path] += num_bytes
         self.most = max(self.most, self._now)
         self._most_made[path] = max(self._most_made[path], self._made[path])
+
+    def _count_ends(self) -> None:
+        """Of the messages that they carry, threads of gloo may be the last to have the memory: sums are this one's."""
+        while self._ended:
+            self._gone(self._ended.popleft())
 
     def _gone(self, place: int) -> None:
         path, num_bytes, computation, _ = self._live.pop(place)

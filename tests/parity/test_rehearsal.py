@@ -8,9 +8,16 @@ from megatron.estimate.peak import peak_lines
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import imagined_world
-from megatron.training.run.describe import described_model
-from megatron.training.run.rehearse.comparison import account_of, differences, parts_of
-from megatron.training.run.rehearse.rehearsal import rehearsed, steps_of
+from megatron.training.run.describe import described, described_model
+from megatron.training.run.rehearse.comparison import (
+    account_of,
+    differences,
+    parts_of,
+    step_bytes,
+    step_differences,
+)
+from megatron.training.run.rehearse.estimated import estimated
+from megatron.training.run.rehearse.rehearsal import compared, rehearsed, steps_of
 from tests.harness.launch_lines import SMALL
 from tests.harness.ranks import run_ranks
 
@@ -68,16 +75,18 @@ def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words
     for one, account in accounts_of(config, together):
         assert len(one.seen) == len(account.row) + 1
         assert differences(account, one.seen) == []
+    assert compared(config, together) == []
+    assert all(one.parts["grad-norm"]["figures"] > 0 for one in together)
     description = description_of(config, together[0].runner.spec)
 
     def body(ctx):
         ps = ctx.make_ps(**ranks)
         mine = steps_of(config, ps, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
         spec = mine.runner.spec
-        account = account_of(
-            mine.plan, spec, mine.pp_rank, parts_of(config, spec, description, mine.engine.model)
-        )
-        return len(mine.seen), differences(account, mine.seen)
+        step = step_bytes(config, mine.engine)
+        parts = parts_of(config, spec, description, mine.engine.model, step)
+        account = account_of(mine.plan, spec, mine.pp_rank, parts)
+        return len(mine.seen), differences(account, mine.seen) + step_differences(account, mine.parts)
 
     for operations, found in run_ranks(body, 4, timeout=240.0):
         assert operations > 16
@@ -108,6 +117,17 @@ def test_what_a_gpu_keeps_of_a_batch_is_in_the_account(words):
     mask_bytes = config.training.micro_batch_size * config.model.seq_length * 4
     assert pieces[max(pieces)][-1].modules[""].kept_bytes >= mask_bytes
     assert all("batches" not in seen.held for seen in last.seen)
+
+
+@pytest.mark.parametrize("words", [f"{PP} {ZERO_3} --bf16", f"{TP} --log-num-zeros-in-grad"])
+def test_the_estimate_has_the_step_of_the_optimizer_as_the_rehearsal_has_it(words):
+    config = described(config_of(words, 4))
+    together = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    assert compared(config, together) == []
+    peaks = [one.peak for one in estimated(config, config.planner()).ranks]
+    assert [(peak.operation, peak.total) for peak in peaks] == [
+        ("grad-norm", one.peak.total) for one in together
+    ]
 
 
 def test_an_account_that_is_wrong_is_told_by_operation_and_kind():

@@ -108,7 +108,18 @@ class UnalignedTails:
             torch._foreach_copy_(views, list(flat[: sum(self._sizes)].split(self._sizes)))
 
     def _filled(self, views: Sequence[Tensor]) -> Tensor:
-        return torch.cat([*views, views[0].new_zeros(-sum(self._sizes) % VECTOR)])
+        return torch.cat([*views, views[0].new_zeros(self._padding)])
+
+    @property
+    def _padding(self) -> int:
+        return -sum(self._sizes) % VECTOR
+
+    @property
+    def num_bytes(self) -> int:
+        """What `gather` takes, and copies of gradients until then."""
+        first, size = self.pieces[0], sum(self._sizes)
+        tensors = len(first.moments) + 2
+        return (tensors * (size + self._padding) + size) * first.main_weights.itemsize
 
 
 class FlatUpdate:
@@ -221,6 +232,11 @@ class FlatUpdate:
                 nesterov=False,
                 maximize=False,
             )
+
+    @property
+    def tail_bytes(self) -> int:
+        """What `step` takes for tails."""
+        return sum(tail.num_bytes for tail in self._tails)
 
     def undo(self, batches: Batches, num_steps: int) -> None:
         """Take the last update back, by arithmetic: see inverse_update, [Note: what is lost].

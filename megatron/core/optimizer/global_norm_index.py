@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.squared_sums import SUM_BYTES
 from megatron.core.module import ModelError
 from megatron.core.param_meta import Region
 from megatron.core.sharding_table import ShardOver
@@ -88,6 +89,10 @@ class GlobalNormIndex:
         positions = [index[held.key] for held, _ in own]
         self._positions = torch.tensor(positions, dtype=torch.int64, device=self._device)
 
+    def num_bytes(self, rows: int) -> int:
+        """Of what `place` gives."""
+        return rows * self.size * SUM_BYTES
+
     def place(self, rows: Sequence[Tensor]) -> Tensor:
         """[rows, size] fp64 from rows of [owned]: each number at its region's place, zeros elsewhere."""
         full = torch.zeros(len(rows), self.size, dtype=torch.float64, device=self._device)
@@ -100,6 +105,28 @@ class GlobalNormIndex:
         collectives.all_reduce(full, self._group)
         values: list[list[float]] = host_values(full)  # sync: figures that the host decides on
         return values
+
+
+def count_regions(
+    buffers: Sequence[FlatBuffer], tp_size: int, expert_ranks: tuple[int, int]
+) -> tuple[int, list[int]]:
+    """Regions of the whole model, and by pipeline rank those that the first of its tensor parallel ranks answers for.
+    buffers: of one rank of each pipeline rank. expert_ranks: tensor parallel ones, and those that hold other experts.
+    """
+    everyone = [
+        [
+            _held(name, buffer, 0, region)
+            for name in buffer.names
+            for region in buffer.param_meta[name].summed_parts
+        ]
+        for buffer in buffers
+    ]
+    first = _first_stages([held for of_rank in everyone for held in of_rank])
+    own = [[held for held in of_rank if held.stage == first[held.name]] for of_rank in everyone]
+    expert_tp, others = expert_ranks
+    times = {True: expert_tp * others, False: tp_size}
+    whole = sum(times[held.expert] // held.copies for of_rank in own for held in of_rank)
+    return whole, [len(of_rank) for of_rank in own]
 
 
 def _held(name: str, buffer: FlatBuffer, order: int, region: Region) -> _Held:

@@ -11,7 +11,6 @@ the engine gathers what others have updated.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import math
@@ -22,12 +21,19 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
-from megatron.core.distributed.custom_fsdp.bucket_memory import BucketMemory, num_bytes, trained
+from megatron.core.distributed.custom_fsdp.bucket_memory import num_bytes
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
-from megatron.core.distributed.custom_fsdp.squared_sums import SquaredSums, all_finite, squared_sums_of_parts
+from megatron.core.distributed.custom_fsdp.squared_sums import (
+    SUM_BYTES,
+    SquaredSums,
+    all_finite,
+    squared_sums_of_parts,
+    sums_bytes,
+)
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
+from megatron.core.optimizer.converted_grads import ConvertedGrads
 from megatron.core.optimizer.flat_update import FlatUpdate, ParamGroup
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.optimization_config import OptimizerConfig
@@ -41,7 +47,6 @@ from megatron.core.transport.gloo_pairs import add_in_rank_order
 from megatron.core.transport.host_data import host_values
 from megatron.core.transport.parallel_state import ParallelState
 
-MAX_CAST_BYTES = 64 * 2**20  # of converted gradients at once, or one bucket's where that is larger
 OPTIMIZER_SCHEMA: Schema = {"optimizer": text(), "num_steps": integer()}  # `MixedPrecisionOptimizer.state`
 
 
@@ -106,6 +111,7 @@ class MixedPrecisionOptimizer(Stepper):
         # Of memory that lasts, so found once.
         self._grads = self._owned(buffer.main_grad_part)
         self._squared_sums = SquaredSums(self._grads)
+        self._conversion = ConvertedGrads(buffer, self._tracker)
 
     @property
     def param_groups(self) -> list[ParamGroup]:
@@ -115,13 +121,14 @@ class MixedPrecisionOptimizer(Stepper):
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:
         """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over dp and world
         where the optimizer is sharded; changes nothing. See [Note: the norm's bits] in clip_grads."""
-        full = self._figures(count_zero_grads)
-        if self._index.over_world and self.ps.stage_group.size > 2:
-            # In rank order, and told by the first: the sum of two is the same in any order, that of three is not.
-            full = self._summed_over_stage(full)
-            if self.ps.stage_group.rank > 0:
-                full.zero_()
-        sums, *zeros = self._index.whole(full)
+        with self._tracker.holding("figures", self.figure_bytes(count_zero_grads=count_zero_grads)):
+            full = self._figures(count_zero_grads)
+            if self._sums_in_order:
+                # In rank order, and told by the first: the sum of two is the same in any order, that of three is not.
+                full = self._summed_over_stage(full)
+                if self.ps.stage_group.rank > 0:
+                    full.zero_()
+            sums, *zeros = self._index.whole(full)
         nonfinite = not all(map(math.isfinite, sums))
         if not self._index.over_world:  # data parallel ranks were not asked
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
@@ -167,7 +174,8 @@ class MixedPrecisionOptimizer(Stepper):
         factor = clip_coefficient * self.buffer.grads_divided_by / divisor
         if self._kept is not None:
             self._kept.factors.append(factor)
-        self._update.step(self._converted(factor))
+        with self._tracker.holding("tails", self._update.tail_bytes):
+            self._update.step(self._converted(factor))
         self.num_steps += 1
         self.buffer.copy_main_to_weights()
         for one in self.followers:
@@ -215,6 +223,26 @@ class MixedPrecisionOptimizer(Stepper):
         self._kept = None
         for one in self.followers:
             one.commit()
+
+    def step_bytes(
+        self, *, count_zero_grads: bool = False, snapshot: bool = False
+    ) -> dict[str, dict[str, int]]:
+        """What `prepare` and `step` take at most beside what lasts, by the timers' names of these parts of a step and
+        the tracker's categories. Gradients are multiplied with anything but 1. snapshot: beside one."""
+        figures = {"figures": self.figure_bytes(count_zero_grads=count_zero_grads)}
+        update = update_bytes(self._update, self._conversion, in_place=not snapshot)
+        kept = {"snapshot": self.snapshot_bytes()} if snapshot else {}
+        return {"grad-norm": figures | kept, "optimizer": update | kept}
+
+    def figure_bytes(self, *, count_zero_grads: bool) -> int:
+        """What `prepare` takes."""
+        ranks = self.ps.stage_group.size if self._sums_in_order else 0
+        own, device = len(self._grads), self.ps.device.torch_device
+        return figure_bytes(own, self._index.size, 1 + count_zero_grads, ranks, device)
+
+    @property
+    def _sums_in_order(self) -> bool:
+        return self._index.over_world and self.ps.stage_group.size > 2
 
     def snapshot_bytes(self) -> int:
         """What `snapshot` takes."""
@@ -289,49 +317,31 @@ class MixedPrecisionOptimizer(Stepper):
         return found
 
     def _converted(self, factor: float) -> Iterator[tuple[dict[int, Tensor], bool]]:
-        """Gradients * factor in the dtype of main weights, by bucket, in batches of temporaries of a bounded size:
-        first all buckets that need no temporary, then the others. And whether a batch is the last."""
-        made = [(one, *self._conversion(one, factor)) for one in self.buffer.buckets if one.trained]
-        batches, left = [[one for one in made if not one[1]]], 0
-        for one in (one for one in made if one[1]):
-            if one[1] > left:
-                batches.append([])
-                left = MAX_CAST_BYTES
-            batches[-1].append(one)
-            left -= one[1]
-        batches = [batch for batch in batches if batch]
-        for batch in batches:
-            with contextlib.ExitStack() as held:
-                for memory, size, _ in batch:
-                    held.enter_context(self._tracker.holding("casts", size, memory.name))
-                yield {id(memory): make() for memory, _, make in batch}, batch is batches[-1]
-
-    def _conversion(self, memory: BucketMemory, factor: float) -> tuple[int, Callable[[], Tensor]]:
-        """A bucket's gradients * factor in the dtype of main weights, rounded at most twice: the bytes of the temporary
-        that this takes, and what makes it. Without a snapshot they are multiplied in place."""
-        grads, dtype = trained(memory.optimizer_grads), self.buffer.arenas[memory.arena].main_dtype
-        if grads.dtype == dtype and (factor == 1.0 or self._kept is None):
-            return 0, lambda: grads if factor == 1.0 else grads.mul_(factor)
-        size = grads.numel() * dtype.itemsize
-        if factor == 1.0:
-            return size, lambda: grads.to(dtype)
-        if grads.dtype != dtype and torch.promote_types(grads.dtype, dtype) == dtype:
-            return size, lambda: grads.to(dtype).mul_(factor)
-
-        def shorter() -> Tensor:
-            with self._tracker.holding(
-                "casts", 0 if grads.dtype == dtype else num_bytes([grads]), memory.name
-            ):
-                return (grads * factor).to(dtype)
-
-        return size, shorter
+        return self._conversion.batches(factor, in_place=self._kept is None)
 
     def _mutable(self) -> Iterator[Tensor]:
-        """Everything that `step` changes and cannot be made of the rest: this rank's part of main weights, moments."""
-        for memory in self.buffer.buckets:
-            if memory.main_weights is not None:
-                yield memory.main_weights
-        yield from self._update.mutable()
+        return changed_by_step(self.buffer, self._update)
+
+
+def changed_by_step(buffer: FlatBuffer, update: FlatUpdate) -> Iterator[Tensor]:
+    """Everything that a step changes and cannot be made of the rest: this rank's part of main weights, moments."""
+    for memory in buffer.buckets:
+        if memory.main_weights is not None:
+            yield memory.main_weights
+    yield from update.mutable()
+
+
+def figure_bytes(own: int, whole: int, rows: int, ranks: int, device: torch.device) -> int:
+    """What sums of squares (and with two rows counts of zeros) of so many regions take, of so many in the whole model.
+    ranks: whose vectors are gathered; 0: none are."""
+    gathered = (ranks + 1) * (ranks > 0)
+    of_model = rows * whole * (1 + gathered)
+    return max(sums_bytes(own, device) + (rows - 1) * own * SUM_BYTES, (rows * own + of_model) * SUM_BYTES)
+
+
+def update_bytes(update: FlatUpdate, conversion: ConvertedGrads, *, in_place: bool) -> dict[str, int]:
+    """What `step` takes, by the tracker's categories. in_place: without a snapshot."""
+    return {"casts": conversion.most_bytes(in_place=in_place), "tails": update.tail_bytes}
 
 
 build_optimizer = MixedPrecisionOptimizer  # the optimizer of the flags over a flat buffer

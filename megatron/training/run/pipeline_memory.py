@@ -80,18 +80,23 @@ def check_validated(session: Session, planner: Planner, engine: Engine) -> None:
     """
     ranks_here = session.env.local_world_size if session.device.kind == "cpu" else 1
     spec, copies, grads = planner.spec, engine.optimizer.snapshot_bytes(), engine.model.resting_grad_bytes()
-    needed = copies + grads
+    parts = engine.optimizer.step_bytes(
+        count_zero_grads=session.config.logging.log_num_zeros_in_grad, snapshot=True
+    )
+    taken = max(sum(part.values()) for part in parts.values()) - copies
+    needed = copies + grads + taken * bool(copies + grads)
     if needed and spec.estimated:
         plan = planner.plan(session.config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)
         pp_rank = session.ps.pp_rank
         needed += round(peak_activation(pp_rank, plan.rows[pp_rank], spec.costs))
-    told = session.gather([needed * ranks_here, copies, grads, session.device.free_bytes()])
-    for rank, (needed, copies, grads, free) in enumerate(told):
+    told = session.gather([needed * ranks_here, copies, grads, taken, session.device.free_bytes()])
+    for rank, (needed, copies, grads, taken, free) in enumerate(told):
         if free is not None and needed > free:
             kept = [
                 f"copies of main weights and moments, to take steps back to ({size_text(copies)})"
             ] * bool(copies)
             kept += [f"gradients until they are decided on ({size_text(grads)})"] * bool(grads)
+            kept += [f"what the optimizer's step takes ({size_text(taken)})"]
             kept += ["the activations of the plan"] * spec.estimated
             message = (
                 f"rank {rank}: {', '.join(kept)} take {size_text(needed)}"

@@ -14,7 +14,7 @@ from megatron.estimate.peak import kinds_text, peak_lines
 from megatron.estimate.rank_account import RankAccount
 from megatron.training.report import metrics
 from megatron.training.run.parts import RunParts
-from megatron.training.run.rehearse.comparison import account_of, parts_of, why_no_account
+from megatron.training.run.rehearse.comparison import account_of, parts_of, step_bytes, why_no_account
 from megatron.training.state import StepTask
 
 
@@ -32,6 +32,20 @@ class PlannedMemory:
             mine = None if own is None else [sum(own.at_rest.values()), own.peak.total, own.peak.operation]
             for rank, planned in parts.session.gather([parts.session.ps.pp_rank, mine]):
                 self._ranks |= {} if planned is None else {rank: tuple(planned)}
+        self._say_what_exceeds()
+
+    def _say_what_exceeds(self) -> None:
+        """Plans are made under --rank-memory-limit, which the optimizer's step may go beyond all the same."""
+        account, session = self._account, self._parts.session
+        limit = session.config.parallel.rank_memory_limit
+        if not isinstance(limit, int) or account is None or not account.step:
+            return
+        part, held = max(account.step.items(), key=lambda one: sum(one[1].values()))
+        if (total := sum(held.values())) > limit:
+            session.print_rank_0(
+                f"WARNING: --rank-memory-limit {limit}: {part} of the optimizer's step holds {size_text(total)} "
+                f"({kinds_text(held)}), more than the limit; shard further, or raise it"
+            )
 
     def report(self) -> None:
         """--report-theoretical-memory."""
@@ -109,5 +123,5 @@ def _account(parts: RunParts, num_microbatches: int) -> RankAccount | None:
         plan = parts.pipeline.planner.plan(num_microbatches, PlanPurpose.TRAIN)
     except PlanError:  # which whoever runs it says
         return None
-    held = parts_of(session.config, spec, description, engine.model)
+    held = parts_of(session.config, spec, description, engine.model, step_bytes(session.config, engine))
     return account_of(plan, spec, session.ps.pp_rank, held)

@@ -15,6 +15,7 @@ from megatron.core.param_meta import ParamMeta, region_slices
 # time); blocks of 32 Ki 26 ms; torch.linalg.vector_norm(dtype=float64) and _foreach_norm 43 ms.
 BLOCK = 262_144
 LINE = 8  # elements of a cache line
+SUM_BYTES = torch.float64.itemsize
 
 
 def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
@@ -37,7 +38,7 @@ class SquaredSums:
 
     def __init__(self, parts: Sequence[Sequence[Tensor]]) -> None:
         self._num_parts, self._device = len(parts), device_of(parts)
-        self._room = elements_at_a_time(torch.empty(0, device=self._device), BLOCK)
+        self._room = _room(self._device)
         # What is widened at a time: elements, and the part that they are of. Lines that they take, as elements.
         self._batches: list[tuple[list[Tensor], list[int], list[int]]] = []
         left = 0
@@ -64,6 +65,15 @@ class SquaredSums:
                 total, squares = totals[part], torch.dot(view, view)
                 totals[part] = squares if total is zero else total + squares
         return torch.stack(totals) if totals else wide[:0].clone()
+
+
+def sums_bytes(num_parts: int, device: torch.device) -> int:
+    """What a call takes: the room, a sum of each part and what is added to it, and the result."""
+    return (_room(device) + 2 * num_parts + 2) * SUM_BYTES
+
+
+def _room(device: torch.device) -> int:
+    return elements_at_a_time(torch.empty(0, device=device), BLOCK)
 
 
 def device_of(parts: Sequence[Sequence[Tensor]]) -> torch.device:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron.core.device import imagining
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
@@ -18,6 +19,7 @@ from megatron.estimate.rank_account import RankAccount, rank_account
 from megatron.estimate.rank_parts import RankParts
 from megatron.estimate.step_watch import Seen
 from megatron.training.config.config import Config
+from megatron.training.engine import Engine
 from megatron.training.run.describe import host_batch
 
 
@@ -26,10 +28,12 @@ def parts_of(
     spec: ScheduleSpec,
     description: ModelDescription,
     model: DistributedDataParallel,
+    step: Mapping[str, Mapping[str, int]] | None = None,
     *,
     drawn: int = 0,
 ) -> RankParts:
-    """Of a rank whose engine is there, on tensors with or without memory. drawn: see `RankParts`."""
+    """Of a rank whose engine is there, on tensors with or without memory. step: what its optimizer's step takes. drawn:
+    see `RankParts`."""
     ps, stages = model.ps, {}
     for stage in spec.local_stages(ps.pp_rank):
         one = spec.stages[stage]
@@ -46,7 +50,28 @@ def parts_of(
     at_rest["main_grads"] = model.buffer.persistent_bytes()["main_grads"]
     reads = spec.reads_data(ps.pp_rank) and ps.device.kind == "cpu"
     own_batch = batch_bytes(config) if reads else 0
-    return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit, drawn)
+    return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit, drawn, step or {})
+
+
+def step_bytes(config: Config, engine: Engine) -> dict[str, dict[str, int]]:
+    """What the step of an engine's optimizer takes."""
+    counts, device = config.logging.log_num_zeros_in_grad, engine.model.ps.device
+    snapshot = config.parallel.enable_optimizer_post_validation
+    with imagining(device):
+        return engine.optimizer.step_bytes(count_zero_grads=counts, snapshot=snapshot)
+
+
+def step_differences(account: RankAccount, parts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """A line for each kind of bytes of which a part of the optimizer's step took something else. parts: what a watch
+    has seen of them."""
+    lines, behind = [], Counter(account.moments[-1].held)
+    for name, planned in account.step.items():
+        mine, its = Counter(planned) - behind, Counter(parts.get(name, {}))
+        del its["temporaries"]
+        for kind in (kind for kind in sorted(mine.keys() | its.keys()) if mine[kind] != its[kind]):
+            told = f"planned {_exact(mine[kind])}, seen {_exact(its[kind])}"
+            lines.append(f"pipeline rank {account.rank}, in {name}: {kind}: {told}")
+    return lines
 
 
 def batch_bytes(config: Config) -> int:

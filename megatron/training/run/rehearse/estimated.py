@@ -6,11 +6,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from megatron.core.device import device_in_use
+from megatron.core.device import device_in_use, imagining
+from megatron.core.distributed.custom_fsdp.bucket_memory import num_bytes
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.optimizer.converted_grads import ConvertedGrads
 from megatron.core.optimizer.flat_update import FlatUpdate
+from megatron.core.optimizer.global_norm_index import count_regions
+from megatron.core.optimizer.mixed_precision import changed_by_step, figure_bytes, update_bytes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
+from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.device_profiles import DEVICE_PROFILES
 from megatron.estimate.run_estimate import RankEstimate, RunEstimate
@@ -30,14 +35,16 @@ def estimated(config: Config, planner: Planner) -> RunEstimate:
     PlanError where there is no plan, ModelError as a launch does."""
     description = config.description
     assert description is not None, "an estimate of a model that nobody has looked at"
-    models = _models(config, planner)
+    models, updates = _models(config, planner)
+    steps = _steps(config, models, updates)
     spec = planner.spec
     if spec.keeps_gathered and description.gathered is not None:
         description = description.gathered
     counted = _microbatches(config, spec)
     plan, ranks = planner.plan(counted, PlanPurpose.TRAIN), []
     for rank, model in enumerate(models):
-        parts = parts_of(config, spec, description, model, drawn=config.last_num_microbatches - counted)
+        drawn = config.last_num_microbatches - counted
+        parts = parts_of(config, spec, description, model, steps[rank], drawn=drawn)
         ranks.append(RankEstimate.of(account_of(plan, spec, rank, parts), parts.stages))
     return RunEstimate(tuple(ranks), *_room(config, ranks), counted)
 
@@ -65,25 +72,51 @@ def _room(config: Config, ranks: Sequence[RankEstimate]) -> tuple[int, int | Non
     return (batches + on_host) * here, capacity, name or "this machine's device"
 
 
-def _models(config: Config, planner: Planner) -> list[DistributedDataParallel]:
-    """By pipeline rank, that of one rank; with what an optimizer holds. What data parallelism asks of plans is told."""
+def _steps(
+    config: Config, models: Sequence[DistributedDataParallel], updates: Sequence[dict[str, int]]
+) -> list[dict[str, dict[str, int]]]:
+    """By pipeline rank, what the optimizer's step takes, whose index of regions is counted and not built. updates: of
+    these, what follows from a rank's own weights."""
+    ps, rows = models[0].ps, 1 + config.logging.log_num_zeros_in_grad
+    experts = (ps.expert_grid.size("tp"), ps.expert_grid.size("ep"))
+    whole, owned = count_regions([model.buffer for model in models], ps.tp_size, experts)
+    is_sharded = models[0].buffer.sharding.optimizer is not ShardOver.NONE
+    ranks = ps.stage_group.size if is_sharded and ps.stage_group.size > 2 else 0
+    steps = []
+    for own, update in zip(owned, updates, strict=True):
+        with imagining(ps.device):
+            figures = {"figures": figure_bytes(own, whole, rows, ranks, ps.device.torch_device)}
+        kept = {kind: size for kind, size in update.items() if kind == "snapshot"}
+        steps.append({"grad-norm": figures | kept, "optimizer": update})
+    return steps
+
+
+def _models(config: Config, planner: Planner) -> tuple[list[DistributedDataParallel], list[dict[str, int]]]:
+    """By pipeline rank, that of one rank; with what an optimizer holds, and what its update takes. What data parallelism
+    asks of plans is told."""
     world = imagined_world(config)
     world.keep_one_a_stage()
 
-    def build(ps: ParallelState) -> DistributedDataParallel:
+    copies = config.parallel.keeps_copies
+
+    def build(ps: ParallelState) -> tuple[DistributedDataParallel, dict[str, int]]:
         provider = functools.partial(build_gpt_model, config, ps)
         _, model, _ = build_chunks(config, ps, provider, planner)
-        moments = FlatUpdate(config.optimizer, model.buffer, ps.device.torch_device).persistent_bytes()
-        model.memory_tracker.book({"moments": sum(moments.values())})
-        return model
+        update = FlatUpdate(config.optimizer, model.buffer, ps.device.torch_device)
+        model.memory_tracker.book({"moments": sum(update.persistent_bytes().values())})
+        converted = ConvertedGrads(model.buffer, model.memory_tracker)
+        taken = update_bytes(update, converted, in_place=not copies)
+        kept = {"snapshot": num_bytes(changed_by_step(model.buffer, update))} if copies else {}
+        return model, taken | kept
 
-    models = list(world.run(build).values())
+    built = list(world.run(build).values())
+    models, updates = [model for model, _ in built], [taken for _, taken in built]
     if not models[0].has_peers:
         planner.adopt(planner.spec.bare)
-        return models
+        return models, updates
     spec, units = planner.spec, dict[int, StageUnits]()
     for rank, model in enumerate(models):
         units |= zip(spec.local_stages(rank), model.stage_units(), strict=True)
     residency = models[0].residency(spec.placement.num_ranks, spec.residency)
     planner.serve(tuple(units[stage] for stage in sorted(units)), residency)
-    return models
+    return models, updates

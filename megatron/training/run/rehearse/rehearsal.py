@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,14 @@ from megatron.training.run.describe import described, described_model, host_batc
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.pipeline_memory import settle
-from megatron.training.run.rehearse.comparison import account_of, differences, parts_of, why_no_account
+from megatron.training.run.rehearse.comparison import (
+    account_of,
+    differences,
+    parts_of,
+    step_bytes,
+    step_differences,
+    why_no_account,
+)
 from megatron.training.run.session import new_timers, with_vocabulary
 from megatron.training.run.step import StepRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
@@ -75,7 +83,8 @@ STEPS = 2  # the first makes what lasts, and tells the shapes of messages
 @dataclasses.dataclass(frozen=True)
 class RehearsedRank:
     """One rank of a pipeline stage. plan: of its last step. at_rest: bytes between steps, by category. seen: behind
-    each operation of the last step; behind its row, "step", the optimizer's. peak: at which it held the most, with who
+    each operation of the last step; behind its row, "step", the optimizer's. parts: what those of the optimizer's step
+    took at most. peak: at which it held the most, with who
     had it. cpu_s: of its steps."""
 
     rank: int
@@ -85,6 +94,7 @@ class RehearsedRank:
     runner: PipelineRunner
     at_rest: Mapping[str, int]
     seen: tuple[Seen, ...]
+    parts: Mapping[str, Mapping[str, int]]
     peak: Seen
     holders: tuple[MemoryHolder, ...]
     cpu_s: float
@@ -148,8 +158,10 @@ def compared(config: Config, ranks: Sequence[RehearsedRank]) -> list[str]:
         config, ranks[0].engine.model.ps, spec.stages, keeps_gathered=spec.keeps_gathered
     )
     for one in ranks:
-        parts = parts_of(config, spec, description, one.engine.model)
-        found += differences(account_of(one.plan, one.runner.spec, one.pp_rank, parts), one.seen)
+        step = step_bytes(config, one.engine)
+        parts = parts_of(config, spec, description, one.engine.model, step)
+        account = account_of(one.plan, one.runner.spec, one.pp_rank, parts)
+        found += differences(account, one.seen) + step_differences(account, one.parts)
     return found
 
 
@@ -165,7 +177,8 @@ class _BuiltRank:
 
     def __init__(self, config: Config, ps: ParallelState, model_provider: ModelProvider) -> None:
         planner, timers = config.planner(), new_timers(config, ps)
-        quiet: Any = SimpleNamespace(phase=_phase)
+        self._parts: Callable[[str], AbstractContextManager[None]] = _phase
+        quiet: Any = SimpleNamespace(phase=lambda name: self._parts(name))
         nothing: Any = None
         own = config, LaunchEnv(world_size=ps.world_size), ps.device, ps, timers, quiet
         self.session = _Session(*own, nothing, nothing, time.monotonic(), planner)
@@ -210,6 +223,7 @@ class _BuiltRank:
         source = batches(config, ps.device)
         data = StepBatches(source, reads=runner.spec.reads_data(ps.pp_rank))
         watch = self._watch()
+        self._parts = watch.part
         runner.region = watch.region
         at_rest, began = dict[str, int](), time.thread_time()
         with watch:
@@ -232,6 +246,7 @@ class _BuiltRank:
             runner,
             at_rest,
             tuple(watch.seen),
+            watch.parts,
             watch.peak,
             tuple(watch.holders),
             spent,

@@ -15,7 +15,7 @@ from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.custom_fsdp.shard_layout import bucket_size_of
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
-from megatron.core.optimizer import mixed_precision
+from megatron.core.optimizer import converted_grads
 from megatron.core.optimizer.mixed_precision import OptimizerStateError, RollbackBy, build_optimizer
 from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.param_meta import ParamMeta, infer_param_meta
@@ -558,7 +558,7 @@ CASTS = {  # (weights, flags) -> bytes of temporaries an element: of the batch, 
 def steps_of(dtype, flags, *, most: int | None, monkeypatch, snapshot: bool = False):
     """(weights after three steps, tracked peaks, buffer, calls of the update). most: bytes of temporaries."""
     if most is not None:
-        monkeypatch.setattr(mixed_precision, "MAX_CAST_BYTES", most)
+        monkeypatch.setattr(converted_grads, "MAX_CAST_BYTES", most)
     config = DistributedDataParallelConfig(ddp_bucket_size=20, **flags)
     buffer, _ = make(model(dtype), ddp_config=config)
     tracker = MemoryTracker()
@@ -570,6 +570,8 @@ def steps_of(dtype, flags, *, most: int | None, monkeypatch, snapshot: bool = Fa
         if snapshot:
             optimizer.snapshot()
         optimizer.step(4.0, 0.7)
+        planned = optimizer.step_bytes()["optimizer"]
+        assert snapshot or planned == {kind: tracker.peak(kind) for kind in ("casts", "tails")}
         if snapshot:
             assert tracker.live("snapshot") > 0
             optimizer.commit()
