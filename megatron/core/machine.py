@@ -12,10 +12,10 @@ import ctypes
 import dataclasses
 import functools
 import os
-import threading
 import platform
 import resource
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple

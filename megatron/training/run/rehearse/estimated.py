@@ -92,8 +92,8 @@ def _steps(
 
 
 def _models(config: Config, planner: Planner) -> tuple[list[DistributedDataParallel], list[dict[str, int]]]:
-    """By pipeline rank, that of one rank; with what an optimizer holds, and what its update takes. What data parallelism
-    asks of plans is told."""
+    """By pipeline rank, that of one rank; with what an optimizer holds, and what its update takes. What data
+    parallelism asks of plans is told."""
     world = imagined_world(config)
     world.keep_one_a_stage()
 
