@@ -126,10 +126,16 @@ def test_the_log_says_what_limits_on_cpu_and_why_auto_chose():
 
 
 @pytest.mark.parametrize(
-    ("copies", "grads", "told"),
-    [(6, 0, "copies of main weights"), (0, 5, "gradients until they are decided on"), (2, 1, None)],
+    ("copies", "grads", "step", "told"),
+    [
+        (6, 0, 0, "copies of main weights"),
+        (0, 5, 0, "gradients until they are decided on"),
+        (2, 1, 0, None),
+        (2, 1, 1, None),
+        (2, 1, 2, "what the optimizer's step takes (2 MiB)"),
+    ],
 )
-def test_what_waits_for_a_decision_has_to_fit(copies, grads, told):
+def test_what_waits_for_a_decision_has_to_fit(copies, grads, step, told):
     """8 MiB are free, two ranks share them; activations are not known."""
     device = types.SimpleNamespace(kind="cpu", free_bytes=lambda: 8 * 2**20)
     session = types.SimpleNamespace(
@@ -137,9 +143,11 @@ def test_what_waits_for_a_decision_has_to_fit(copies, grads, told):
         env=types.SimpleNamespace(local_world_size=2),
         ps=types.SimpleNamespace(pp_rank=0),
         gather=lambda value: [value],
+        config=types.SimpleNamespace(logging=types.SimpleNamespace(log_num_zeros_in_grad=False)),
     )
+    taken = {"grad-norm": {"figures": step * 2**20, "snapshot": copies * 2**20}}
     held = types.SimpleNamespace(
-        optimizer=types.SimpleNamespace(snapshot_bytes=lambda: copies * 2**20),
+        optimizer=types.SimpleNamespace(snapshot_bytes=lambda: copies * 2**20, step_bytes=lambda **_: taken),
         model=types.SimpleNamespace(resting_grad_bytes=lambda: grads * 2**20),
     )
     planner = types.SimpleNamespace(spec=types.SimpleNamespace(estimated=False))
