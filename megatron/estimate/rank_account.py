@@ -50,10 +50,9 @@ class RankAccount:
     @property
     def most(self) -> dict[str, int]:
         """The most of each kind, whenever."""
-        found = Counter[str]()
-        for held in (*(moment.held for moment in self.moments), *self.step.values()):
-            found |= Counter(held)
-        return dict(found)
+        every = [*(moment.held for moment in self.moments), *self.step.values()]
+        kinds = dict.fromkeys(kind for held in every for kind in held)
+        return {kind: most for kind in kinds if (most := max(held.get(kind, 0) for held in every))}
 
     def behind(self) -> dict[int, Mapping[str, int]]:
         """What is held behind each operation, by its place."""
@@ -76,9 +75,9 @@ def rank_account(
     walk.run()
     behind = walk.moments[-1].held if walk.moments else walk.at_rest
     step = {name: dict(Counter(behind) + Counter(taken)) for name, taken in parts.step.items()}
-    peaks = [walk.peak_moment(), *(step_peak(rank, name, held) for name, held in step.items())]
-    peak = max(peaks, key=lambda one: one.total)
-    return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), step, peak)
+    peaks = [walk.peak_moment(), *(step_peak(rank, *part) for part in step.items())]
+    most = max(peaks, key=lambda peak: peak.total)
+    return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), step, most)
 
 
 class _AccountWalk(RowWalk):

@@ -176,7 +176,7 @@ def test_what_was_planned_to_be_held_stands_beside_what_is(two_ranks):
     lines = [json.loads(one) for one in (folder / "ck" / "metrics.jsonl").read_text().splitlines()]
     (event,) = [one for one in lines if one.get("event") == "memory"]
     both = event["planned"].keys() & event["measured"].keys()
-    assert both == {"weights", "moments", "main_grads", "extra_grads"}
+    assert both == {"weights", "moments", "main_grads", "extra_grads", "figures"}
     assert {kind: event["planned"][kind] for kind in both} == {kind: event["measured"][kind] for kind in both}
     assert event["iteration"] == 2
     assert " memory of pipeline rank 0 by iteration 2, planned / measured: " in output

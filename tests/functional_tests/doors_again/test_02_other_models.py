@@ -28,6 +28,7 @@ MEANINGLESS = {
     "moe_expert_capacity_factor": "how many tokens find room, whatever the weights",
     "moe_token_drop_policy": "which tokens find room, whatever the weights",
     "moe_grouped_gemm": "the same mathematics",
+    "moe_shared_expert_overlap": "the same mathematics",
     "moe_token_dispatcher_type": "the same mathematics",
     "keep_activation_output": "the same activations, kept or computed again",
     "moe_per_layer_logging": "of the record alone",
