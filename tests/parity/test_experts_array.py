@@ -224,6 +224,9 @@ SAMPLE = {
     "zbv": lambda case: case.schedule == "zbv" and case.tp == case.ep == 2 and case.dispatcher == "alltoall",
     "HSDP": lambda case: case.strategy == "HSDP" and case.ep == 2 and case.pp == 2 and case.validated,
     "EP 8": lambda case: case.ep == 8 and case.strategy == "optim_grads_params",
+    "a stage without experts": lambda case: (
+        case.pp == case.ep == case.edp == 2 and case.chunks == 1 and case.padded and case.strategy == "optim"
+    ),
 }
 
 

@@ -57,7 +57,8 @@ def units_of_all_stages(
 def measured_wire(model: DistributedDataParallel) -> LaneCosts:
     """In ns, and bytes a ns, of the slowest rank of the world and its slowest group; see [Note: the wire by itself]. A
     gather and a reduction of equal size count as the mean of both. Of instances where inner ranks are one. Communicates
-    over the gather and reduce groups, or the outer ones, and over the world."""
+    over the gather and reduce groups, or the outer ones, of this rank's stages, and then over the world: stages may
+    have other groups, as one without experts has."""
     shares = (share for stage in model.stage_units() for unit in stage.units for share in unit.shares)
     largest = max(share.gathered for share in shares)
     lines = []
@@ -74,10 +75,12 @@ def measured_wire(model: DistributedDataParallel) -> LaneCosts:
             gathers = functools.partial(collectives.all_gather, whole, part, gather)
             reduces = functools.partial(collectives.reduce_scatter, part, whole, reduce)
             seconds.append(sum(median_seconds(call, model.ps.device) for call in (gathers, reduces)) / 2)
-        told = host_data.all_gather_json(seconds, model.ps.control_group)
-        small_s, large_s = (max(one[at] for one in told) for at in (0, 1))
-        lines.append(_line(small_s, large_s, numels, gather.size))
-    return min(lines, key=lambda line: line.bandwidth)
+        small_s, large_s = seconds
+        lines.append(dataclasses.astuple(_line(small_s, large_s, numels, gather.size)))
+    of_ranks = host_data.all_gather_json(lines, model.ps.control_group)
+    return min(
+        (LaneCosts(*line) for of_rank in of_ranks for line in of_rank), key=lambda line: line.bandwidth
+    )
 
 
 def _line(small_s: float, large_s: float, numels: tuple[int, int], ways: int) -> LaneCosts:
