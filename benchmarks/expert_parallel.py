@@ -1,6 +1,6 @@
 """What it costs to have experts on two ranks: CPU time of both, over that of one process with the tokens of both.
 
-    python benchmarks/expert_parallel.py               # the table of docs/moe.md
+    python benchmarks/expert_parallel.py               # the figures of docs/moe.md
     python benchmarks/expert_parallel.py --dtypes fp32 --rounds 3 --dispatchers alltoall
 
 The model of experts.py: 4 layers, hidden 512, 8 experts of 1,024, top-2, 2,048 tokens a rank; ranks are forked, of one

@@ -36,8 +36,9 @@ class Peak(NamedTuple):
 
 def step_peak(rank: int, part: str, held: Mapping[str, int]) -> Peak:
     """Of a part of the optimizer's step, in which kinds of bytes have no other owner."""
-    sizes = [MemoryHolder(kind, "", size) for kind, size in held.items()]
-    return Peak(rank, part, "", held, tuple(sorted(sizes, key=lambda one: -one.num_bytes)[:MOST_HOLDERS]))
+    holders = [MemoryHolder(kind, "", size) for kind, size in held.items()]
+    holders.sort(key=lambda holder: -holder.num_bytes)
+    return Peak(rank, part, "", held, tuple(holders[:MOST_HOLDERS]))
 
 
 def kinds_text(held: Mapping[str, int]) -> str:

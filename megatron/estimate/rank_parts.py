@@ -30,10 +30,10 @@ class RankParts:
     order of the forward. batch_bytes: of a microbatch's batch, kept for the step; 0 where none is. exchange: what
     summing a unit takes beside its gradients, by its name, whether over instances, and whether it was summed before in
     the step. resting: bytes of a unit's gradients at rest that have no memory from a step's beginning to its first sum.
-    step: what parts of the optimizer's step take at most beside what is there at the end of the row, by kind. slots: by
-    unit whose weights and gradients lie
-    in one of a double buffer, which; what would take one waits until it is free. drawn: microbatches of the step whose
-    batches are there before the row begins, because the row is of its last microbatches only.
+    slots: by unit whose weights and gradients lie in one of a double buffer, which; what would take one waits until it
+    is free. drawn: microbatches of the step whose batches are there before the row begins, because the row is of its
+    last microbatches only. step: what parts of the optimizer's step take at most beside what is there at the end of the
+    row, by kind.
     """
 
     at_rest: Mapping[str, int]

@@ -22,7 +22,7 @@ from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder
 from megatron.estimate.watch import StorageWatch, place_of, tensors_in
 
 _MOMENT = 2e-4  # seconds
-STEP_KINDS = ("figures", "tails")  # the tracker's, of the optimizer's step
+_STEP_KINDS = ("figures", "tails")  # the tracker's, of the optimizer's step
 # Paths, in place of modules', of what is no module: who carries messages, gives batches, adds up figures, and the
 # engine with its optimizer, most of whose memory the tracker knows.
 MESSAGES, BATCHES, FIGURES, ENGINE = "/messages", "/batches", "/figures", "/engine"
@@ -31,9 +31,9 @@ _TRACKED = (
     "packed",
     "casts",
     "snapshot",
-    *STEP_KINDS,
+    *_STEP_KINDS,
 )  # of what operations make, that which the tracker counts too
-_OF_STEP = ("casts", "snapshot", *STEP_KINDS)
+_OF_STEP = ("casts", "snapshot", *_STEP_KINDS)
 
 
 class Seen(NamedTuple):
@@ -100,7 +100,7 @@ def _gives(func: Any) -> str:
     if func._schema.is_mutable:
         return "arguments"
     returns = func._schema.returns
-    return "views" if returns and all(one.alias_info is not None for one in returns) else "memory"
+    return "views" if returns and all(value.alias_info is not None for value in returns) else "memory"
 
 
 class StepWatch(StorageWatch):
@@ -199,10 +199,9 @@ class StepWatch(StorageWatch):
             name = known[0]
             return None if name is None else args[name] if isinstance(name, int) else kwargs[name]
         out = func(*args, **kwargs)
-        are_meta = all(one.is_meta for one in tensors_in(args, kwargs))
-        if (
-            are_meta and key is not None and key == _key(func, args, kwargs)
-        ):  # it has not changed their shapes
+        are_meta = all(tensor.is_meta for tensor in tensors_in(args, kwargs))
+        keeps_shapes = key is not None and key == _key(func, args, kwargs)
+        if are_meta and keeps_shapes:
             names = [name for name, one in (*enumerate(args), *kwargs.items()) if one is out]
             if names or out is None:
                 self._outputs[key] = [*names, None]

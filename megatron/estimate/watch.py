@@ -47,9 +47,8 @@ class StorageWatch(TorchDispatchMode):
         # By place: whose, bytes, in which computation, and what tells of their end.
         self._live: dict[int, tuple[str, int, int, object]] = {}
         self._sizes = Counter[str]()  # of what lives, by path
-        self._ended = deque[
-            int
-        ]()  # places of what lives no more, also told by other threads: see `_count_ends`
+        # Places of what lives no more, which other threads add to: see `_count_ends`.
+        self._ended = deque[int]()
         self._computation = 0
         self._of_nodes: dict[int, str] = {}
         self._added_to: str | None = None

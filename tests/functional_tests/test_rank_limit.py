@@ -34,6 +34,11 @@ def test_a_run_keeps_to_its_limit(more, tmp_path_factory):
     assert at_once, limited.output
     assert float(at_once[1]) * 1024 <= limit
     assert limited.output.count("planned for 0.05 TFLOP/s, 1 GB/s") == 1
+    exceeds = (
+        rf"WARNING: --rank-memory-limit {limit}: on pipeline rank (\d) grad-norm of the optimizer's step holds "
+        r"\d\.\d+ MiB"
+    )
+    assert re.findall(exceeds, limited.output) == ["0", "1"]  # sums of squares take 2 MiB on a CPU
 
 
 def test_a_limit_that_nothing_fits_is_refused_before_torch(tmp_path):

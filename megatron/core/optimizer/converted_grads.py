@@ -38,29 +38,35 @@ class ConvertedGrads:
         batches = self._batches(factor, in_place)
         for batch in batches:
             with contextlib.ExitStack() as held:
-                for one in batch:
-                    held.enter_context(self._tracker.holding("casts", one.num_bytes, one.memory.name))
-                yield {id(one.memory): self._made(one) for one in batch}, batch is batches[-1]
+                for conversion in batch:
+                    name = conversion.memory.name
+                    held.enter_context(self._tracker.holding("casts", conversion.num_bytes, name))
+                grads = {id(conversion.memory): self._made(conversion) for conversion in batch}
+                yield grads, batch is batches[-1]
 
     def most_bytes(self, *, in_place: bool) -> int:
         """Of temporaries at once, where gradients are multiplied with anything but 1."""
-        batches = self._batches(0.5, in_place)
-        sizes = (sum(one.num_bytes for one in of) + max(one.meanwhile for one in of) for of in batches)
+        sizes = (
+            sum(conversion.num_bytes for conversion in batch)
+            + max(conversion.meanwhile for conversion in batch)
+            for batch in self._batches(0.5, in_place)
+        )
         return max(sizes, default=0)
 
-    def _made(self, one: _Conversion) -> Tensor:
-        with self._tracker.holding("casts", one.meanwhile, one.memory.name):
-            return one.make()
+    def _made(self, conversion: _Conversion) -> Tensor:
+        with self._tracker.holding("casts", conversion.meanwhile, conversion.memory.name):
+            return conversion.make()
 
     def _batches(self, factor: float, in_place: bool) -> list[list[_Conversion]]:
-        made = [self._conversion(one, factor, in_place) for one in self._buffer.buckets if one.trained]
-        batches, left = [[one for one in made if not one.num_bytes]], 0
-        for one in (one for one in made if one.num_bytes):
-            if one.num_bytes > left:
+        buckets = (bucket for bucket in self._buffer.buckets if bucket.trained)
+        every = [self._conversion(bucket, factor, in_place) for bucket in buckets]
+        batches, left = [[conversion for conversion in every if not conversion.num_bytes]], 0
+        for conversion in (conversion for conversion in every if conversion.num_bytes):
+            if conversion.num_bytes > left:
                 batches.append([])
                 left = MAX_CAST_BYTES
-            batches[-1].append(one)
-            left -= one.num_bytes
+            batches[-1].append(conversion)
+            left -= conversion.num_bytes
         return [batch for batch in batches if batch]
 
     def _conversion(self, memory: BucketMemory, factor: float, in_place: bool) -> _Conversion:

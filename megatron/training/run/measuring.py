@@ -216,10 +216,10 @@ def measured_exchange_wire(config: Config, ps: ParallelState) -> ExchangeWire | 
     group, device = ps.ep_etp_group, ps.device.torch_device
     # A forward exchanges twice. Of rows of one byte, as many for each rank.
     rows = max(1, min(max(exchanged) // 2, _LARGEST_EXCHANGE) // group.size)
-    one, every = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (rows, rows * group.size))
+    own, every = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (rows, rows * group.size))
     ranks = ExpertRanks.of(ps, config.model.moe_token_dispatcher_type)
     if ranks is not None and ranks.gathers:
-        exchange, moved = functools.partial(collectives.all_gather, every, one, group), len(every)
+        exchange, moved = functools.partial(collectives.all_gather, every, own, group), len(every)
     else:
         counts, into = (rows,) * group.size, torch.empty_like(every)
         exchange = functools.partial(collectives.all_to_all, into, every, counts, counts, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from megatron.core import machine
 from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, TRANSIENT
@@ -30,22 +31,26 @@ class PlannedMemory:
         if parts.session.config.description is not None:
             own = self._account
             mine = None if own is None else [sum(own.at_rest.values()), own.peak.total, own.peak.operation]
-            for rank, planned in parts.session.gather([parts.session.ps.pp_rank, mine]):
+            steps = {} if own is None else own.step
+            by_rank: dict[int, Mapping[str, Mapping[str, int]]] = {}
+            for rank, planned, step in parts.session.gather([parts.session.ps.pp_rank, mine, steps]):
                 self._ranks |= {} if planned is None else {rank: tuple(planned)}
-        self._say_what_exceeds()
+                by_rank[rank] = step
+            self._say_what_exceeds(by_rank)
 
-    def _say_what_exceeds(self) -> None:
-        """Plans are made under --rank-memory-limit, which the optimizer's step may go beyond all the same."""
-        account, session = self._account, self._parts.session
-        limit = session.config.parallel.rank_memory_limit
-        if not isinstance(limit, int) or account is None or not account.step:
+    def _say_what_exceeds(self, by_rank: Mapping[int, Mapping[str, Mapping[str, int]]]) -> None:
+        """Plans are made under --rank-memory-limit, which the optimizer's step may go beyond all the same. by_rank: of
+        pipeline ranks, the most that each part of it holds, by kind."""
+        limit = self._parts.session.config.parallel.rank_memory_limit
+        if not isinstance(limit, int):
             return
-        part, held = max(account.step.items(), key=lambda one: sum(one[1].values()))
-        if (total := sum(held.values())) > limit:
-            session.print_rank_0(
-                f"WARNING: --rank-memory-limit {limit}: {part} of the optimizer's step holds {size_text(total)} "
-                f"({kinds_text(held)}), more than the limit; shard further, or raise it"
-            )
+        for rank, step in by_rank.items():
+            part, held = max(step.items(), key=lambda item: sum(item[1].values()), default=("", {}))
+            if (total := sum(held.values())) > limit:
+                self._parts.session.print_rank_0(
+                    f"WARNING: --rank-memory-limit {limit}: on pipeline rank {rank} {part} of the optimizer's step "
+                    f"holds {size_text(total)} ({kinds_text(held)}), more than the limit; shard further, or raise it"
+                )
 
     def report(self) -> None:
         """--report-theoretical-memory."""

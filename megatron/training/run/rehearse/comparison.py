@@ -69,8 +69,8 @@ def step_differences(account: RankAccount, parts: Mapping[str, Mapping[str, int]
         mine, its = Counter(planned) - behind, Counter(parts.get(name, {}))
         del its["temporaries"]
         for kind in (kind for kind in sorted(mine.keys() | its.keys()) if mine[kind] != its[kind]):
-            told = f"planned {_exact(mine[kind])}, seen {_exact(its[kind])}"
-            lines.append(f"pipeline rank {account.rank}, in {name}: {kind}: {told}")
+            figures = f"planned {_exact(mine[kind])}, seen {_exact(its[kind])}"
+            lines.append(f"pipeline rank {account.rank}, in {name}: {kind}: {figures}")
     return lines
 
 

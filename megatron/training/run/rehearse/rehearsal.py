@@ -84,8 +84,7 @@ STEPS = 2  # the first makes what lasts, and tells the shapes of messages
 class RehearsedRank:
     """One rank of a pipeline stage. plan: of its last step. at_rest: bytes between steps, by category. seen: behind
     each operation of the last step; behind its row, "step", the optimizer's. parts: what those of the optimizer's step
-    took at most. peak: at which it held the most, with who
-    had it. cpu_s: of its steps."""
+    took at most. peak: at which it held the most, with who had it. cpu_s: of its steps."""
 
     rank: int
     pp_rank: int
