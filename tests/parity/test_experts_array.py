@@ -227,6 +227,9 @@ SAMPLE = {
     "a stage without experts": lambda case: (
         case.pp == case.ep == case.edp == 2 and case.chunks == 1 and case.padded and case.strategy == "optim"
     ),
+    "a stage without experts, which alone have peers": lambda case: (
+        case.pp > 1 and case.dp == 1 and case.edp > 1 and case.chunks == 1 and case.padded
+    ),
 }
 
 

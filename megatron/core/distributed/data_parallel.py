@@ -84,6 +84,7 @@ class DistributedDataParallel(GradSync):
         self.ps, self.config = ps, config
         groups = ArenaGroups(ps.dp_gather_group, ps.dp_reduce_group, ps.dp_outer_group)
         self.place, experts = groups.place, expert_arenas(config, ps)
+        self._places = (self.place,) if experts is None else (self.place, experts.place)
         dense = effective_sharding(config, self.place)
         self.sharding = dense if experts is None else dense.joined(experts.sharding)
         self.memory_tracker = MemoryTracker()
@@ -251,8 +252,9 @@ class DistributedDataParallel(GradSync):
 
     @property
     def has_peers(self) -> bool:
-        """Whether other ranks hold some of its parameters, or of their states, too."""
-        return any(groups.place.dp_size > 1 for groups in self.groups)
+        """Whether other ranks hold some of the model's parameters, or of their states, too: the same on all stages,
+        which may have no experts, whose ranks alone may have peers."""
+        return any(place.dp_size > 1 for place in self._places)
 
     @property
     def is_stepping(self) -> bool:

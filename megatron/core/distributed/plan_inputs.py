@@ -60,7 +60,7 @@ def measured_wire(model: DistributedDataParallel) -> LaneCosts:
     over the gather and reduce groups, or the outer ones, of this rank's stages, and then over the world: stages may
     have other groups, as one without experts has."""
     shares = (share for stage in model.stage_units() for unit in stage.units for share in unit.shares)
-    largest = max(share.gathered for share in shares)
+    largest = max((share.gathered for share in shares), default=0)
     lines = []
     for groups in model.groups:
         inner = groups.gather.size > 1
