@@ -139,7 +139,7 @@ class StepWatch(StorageWatch):
         self._under_way.append(operation)
         yield
         if self.device.type == "cpu":
-            _let_threads_end()
+            let_threads_end()
         self._look()
         self._under_way.pop()
         self.seen.append(Seen(operation, self.held_by_kind()))
@@ -264,7 +264,7 @@ class StepWatch(StorageWatch):
         self.holders = sorted(known, key=lambda one: -one.num_bytes)[:MOST_HOLDERS]
 
 
-def _let_threads_end() -> None:
+def let_threads_end() -> None:
     """A thread of gloo lets go of what it has carried a moment after that was waited for, and needs Python's lock for
     it: it gets the lock here, and the time that it takes."""
     at_rest = 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from megatron.core.models.gpt.stage_layers import StageSpec
 from megatron.core.transport.parallel_state import single_process
 from megatron.estimate.description import COMPUTATIONS, ComputationFigures, ModuleFigures
 from megatron.estimate.observe import ObservedPart, observe
+from megatron.estimate.step_watch import let_threads_end
+from megatron.estimate.watch import StorageWatch
 from megatron.training.config.config import flops_per_token
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
@@ -63,9 +66,21 @@ def test_tensors_without_memory_tell_what_tensors_with_memory_do(words):
     assert described(config) == described_model(config, single_process(Device("cpu")), STAGES)
 
 
+def described_on_ranks(ctx, config):
+    """By real ranks, whose sums are made when threads of gloo have let go of what they carried."""
+    count_ends = StorageWatch._count_ends
+
+    def counted(watch):
+        let_threads_end()
+        count_ends(watch)
+
+    with mock.patch.object(StorageWatch, "_count_ends", counted):
+        return described_model(config, ctx.make_ps(tp=2), STAGES)
+
+
 def test_ranks_that_share_layers_see_what_they_see_in_an_imagined_world():
     config = config_of(f"{TP} --sequence-parallel {LLAMA}", 2)
-    real = run_ranks(lambda ctx: described_model(config, ctx.make_ps(tp=2), STAGES), 2)
+    real = run_ranks(described_on_ranks, 2, config)
     for rank, seen in enumerate(real):
         imagined = described_model(config, imagined_world(config).state(rank), STAGES)
         assert list(map(without_moved, pieces_of(imagined))) == list(map(without_moved, pieces_of(seen)))
