@@ -150,6 +150,9 @@ class Stepper(Protocol):
     def snapshot(self) -> None:
         """Keep weights and optimizer state as they are; until `commit`, steps leave the gradients as they are."""
 
+    def snapshot_bytes(self) -> int:
+        """What `snapshot` takes."""
+
     def rollback(self) -> None:
         """Put back what `snapshot` kept, bit for bit."""
 

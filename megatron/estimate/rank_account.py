@@ -6,9 +6,8 @@ activations of pieces, messages, batches, what sums take beside gradients, gradi
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
@@ -27,40 +26,12 @@ from megatron.estimate.hidden_states import (
     without_zeros,
 )
 from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder, Peak, step_peak
-from megatron.estimate.rank_parts import HeldMoment, RankParts
+from megatron.estimate.rank_parts import HeldMoment, RankAccount, RankParts
 
 _NAMES = {F: "F", B: "B", W: "W", BW: "BW"}
 _SENDS = (ir.SEND_F, ir.SEND_B)
 # What computes, which message brings its input, and to which stage beside its own the result goes.
 _TAKES = {F: (ir.RECV_F, 1), B: (ir.RECV_B, -1), BW: (ir.RECV_B, -1)}
-
-
-@dataclasses.dataclass(frozen=True)
-class RankAccount:
-    """Of one pipeline rank, in a step after the first. at_rest: between steps, with what lasts. moments: in the order
-    of the row. step: behind it, the most that each part of the optimizer's step holds, by kind."""
-
-    rank: int
-    row: ir.Row
-    at_rest: Mapping[str, int]
-    moments: tuple[HeldMoment, ...]
-    step: Mapping[str, Mapping[str, int]]
-    peak: Peak
-
-    @property
-    def most(self) -> dict[str, int]:
-        """The most of each kind, whenever."""
-        every = [*(moment.held for moment in self.moments), *self.step.values()]
-        kinds = dict.fromkeys(kind for held in every for kind in held)
-        return {kind: most for kind in kinds if (most := max(held.get(kind, 0) for held in every))}
-
-    def behind(self) -> dict[int, Mapping[str, int]]:
-        """What is held behind each operation, by its place."""
-        found: dict[int, Mapping[str, int]] = {}
-        for moment in self.moments:
-            if moment.access < 0:
-                found.setdefault(moment.place, moment.held)  # the last one is the row's end
-        return found
 
 
 def rank_account(
@@ -73,11 +44,11 @@ def rank_account(
         residency = Residency("no_shard")
     walk = _AccountWalk(plan, rank, units, residency, parts)
     walk.run()
-    behind = walk.moments[-1].held if walk.moments else walk.at_rest
-    step = {name: dict(Counter(behind) + Counter(taken)) for name, taken in parts.step.items()}
-    peaks = [walk.peak_moment(), *(step_peak(rank, *part) for part in step.items())]
+    for name in () if walk.step else parts.step:
+        walk.take(name)
+    peaks = [walk.peak_moment(), *(step_peak(rank, *part) for part in walk.step.items())]
     most = max(peaks, key=lambda peak: peak.total)
-    return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), step, most)
+    return RankAccount(rank, plan.rows[rank], walk.at_rest, tuple(walk.moments), walk.step, most)
 
 
 class _AccountWalk(RowWalk):
@@ -91,9 +62,13 @@ class _AccountWalk(RowWalk):
         self._plan, self._rank, self._parts = plan, rank, parts
         self._ranks = plan.placement.ranks()
         self.moments: list[HeldMoment] = []
+        self.step: dict[str, dict[str, int]] = {}
+        # The step before is not decided on: gradients have memory until it is, and copies to take it back to.
+        self._undecided = any(op[0] == ir.VALIDATE for op in self.row)
+        self._copies = self._undecided * parts.snapshot_bytes
         self._whole = {stage: joined(pieces) for stage, pieces in parts.stages.items()}
         lasting = sum(piece.lasting_bytes for piece in self._whole.values())
-        self.at_rest = without_zeros({**parts.at_rest, "activations": lasting})
+        self.at_rest = without_zeros({**parts.at_rest, "activations": lasting, "snapshot": self._copies})
         self._started = Counter[str]()  # units: how often they were summed
         self._exchanged: dict[int, int] = {}  # by unit, of its sum under way
         # Activations: by (stage, microbatch), what only the stage itself has.
@@ -122,6 +97,9 @@ class _AccountWalk(RowWalk):
         if IS_COMPUTE[op[0]]:
             self._begin_computation(place, op)
         clock = super().do(place, op, clock)
+        if op[0] in (ir.VALIDATE, ir.STEP):
+            self._decide(op[0])
+            self._note(place, -1, clock)
         if ir.IS_TRANSFER[op[0]]:
             self._transfer(place, op)
             for posted in self._ends.get(place, ()):
@@ -132,6 +110,21 @@ class _AccountWalk(RowWalk):
         for key in list(self._sends):
             self._shared.let_go(self._sends.pop(key), "sent")
         super().end(clock)
+
+    def take(self, name: str) -> None:
+        """A part of the optimizer's step."""
+        self.step[name] = dict(Counter(self._held(-1)) + Counter(self._parts.step.get(name, {})))
+
+    def _decide(self, kind: int) -> None:
+        """The step before may be taken back and taken rightly; this one is taken, and not decided on."""
+        if kind == ir.VALIDATE:
+            self._copies = 0
+            self.take("rollback")
+        else:
+            self.take("grad-norm")
+            self.take("optimizer")
+            self._copies = self._parts.snapshot_bytes
+        self._undecided = kind == ir.STEP
 
     def _note(self, place: int, access: int, clock: float) -> None:
         if access < 0 and self._under is not None and self._under[0] == place:
@@ -167,6 +160,7 @@ class _AccountWalk(RowWalk):
             self._progress[min(access, len(self._progress) - 1)] if access >= 0 and self._progress else (0, 0)
         )
         without = sum(parts.resting.get(one.name, 0) for one in units if not self._started[one.name])
+        without *= not self._undecided
         under_way = {unit for _, unit, _ in self.under.entries if isinstance(unit, int)}
         return without_zeros(
             {
@@ -179,6 +173,7 @@ class _AccountWalk(RowWalk):
                 "messages": self._shared.in_messages,
                 "batches": self._drawn * parts.batch_bytes,
                 "temporaries": made,
+                "snapshot": self._copies,
             }
         )
 

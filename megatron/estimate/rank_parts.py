@@ -1,4 +1,4 @@
-"""What the account of a rank is made of, and one of its moments (floor 0, pure)."""
+"""What the account of a rank is made of, and what it says (floor 0, pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.estimate.description import ModelPiece
+from megatron.estimate.peak import Peak
 
 
 class HeldMoment(NamedTuple):
@@ -32,8 +34,8 @@ class RankParts:
     the step. resting: bytes of a unit's gradients at rest that have no memory from a step's beginning to its first sum.
     slots: by unit whose weights and gradients lie in one of a double buffer, which; what would take one waits until it
     is free. drawn: microbatches of the step whose batches are there before the row begins, because the row is of its
-    last microbatches only. step: what parts of the optimizer's step take at most beside what is there at the end of the
-    row, by kind.
+    last microbatches only, or are kept of a step that is not decided on. step: what parts of the optimizer's step take
+    at most beside what is there, by kind: "grad-norm", "optimizer", and "rollback" of one that is taken back.
     """
 
     at_rest: Mapping[str, int]
@@ -44,3 +46,37 @@ class RankParts:
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
     drawn: int = 0
     step: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of copies that a step is taken back to, which stay until it is decided on."""
+        return self.step.get("optimizer", {}).get("snapshot", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankAccount:
+    """Of one pipeline rank, in a step after the first. at_rest: between steps, with what lasts. moments: in the order
+    of the row. step: behind it, or where operations of validated steps stand, the most that each part of the
+    optimizer's step holds, by kind."""
+
+    rank: int
+    row: ir.Row
+    at_rest: Mapping[str, int]
+    moments: tuple[HeldMoment, ...]
+    step: Mapping[str, Mapping[str, int]]
+    peak: Peak
+
+    @property
+    def most(self) -> dict[str, int]:
+        """The most of each kind, whenever."""
+        every = [*(moment.held for moment in self.moments), *self.step.values()]
+        kinds = dict.fromkeys(kind for held in every for kind in held)
+        return {kind: most for kind in kinds if (most := max(held.get(kind, 0) for held in every))}
+
+    def behind(self) -> dict[int, Mapping[str, int]]:
+        """What is held behind each operation, by its place."""
+        found: dict[int, Mapping[str, int]] = {}
+        for moment in self.moments:
+            if moment.access < 0:
+                found.setdefault(moment.place, moment.held)  # the last one is the row's end
+        return found

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.words import size_text
 from megatron.estimate.description import ModelPiece, ModuleFigures
 from megatron.estimate.peak import Peak, peak_json
-from megatron.estimate.rank_account import RankAccount
+from megatron.estimate.rank_parts import RankAccount
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.core import machine
 from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, MemoryTracker
+from megatron.core.pipeline_parallel.plan import ir
 from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder
 from megatron.estimate.watch import StorageWatch, place_of, tensors_in
 
@@ -34,6 +35,8 @@ _TRACKED = (
     *_STEP_KINDS,
 )  # of what operations make, that which the tracker counts too
 _OF_STEP = ("casts", "snapshot", *_STEP_KINDS)
+# Texts of operations by which steps are validated.
+_STEP, _VALIDATE, _SENDS_STATE = (ir.NAMES[kind] for kind in (ir.STEP, ir.VALIDATE, ir.SEND_STATE))
 
 
 class Seen(NamedTuple):
@@ -135,22 +138,43 @@ class StepWatch(StorageWatch):
 
     @contextlib.contextmanager
     def region(self, operation: str) -> Iterator[None]:
-        """An operation of the row: `Executor.run`."""
+        """An operation of the row: `Executor.run`. One that VALIDATE does again has been seen."""
+        again = any(one.endswith(_VALIDATE) for one in self._under_way)
         self._under_way.append(operation)
-        yield
+        with self.deciding(operation):
+            yield
         if self.device.type == "cpu":
             let_threads_end()
         self._look()
         self._under_way.pop()
-        self.seen.append(Seen(operation, self.held_by_kind()))
+        if not again:
+            self.seen.append(Seen(operation, self.held_by_kind()))
+
+    @contextlib.contextmanager
+    def deciding(self, operation: str) -> Iterator[None]:
+        """An operation of the row, which may be one of those by which steps are validated: what the parts of the
+        optimizer's step take in it."""
+        if operation.endswith(_STEP) or _SENDS_STATE in operation:
+            names = {"figures": "grad-norm"}
+        elif operation.endswith(_VALIDATE):
+            names = dict.fromkeys(_OF_STEP, "rollback")
+        else:
+            yield
+            return
+        with self.part(operation):
+            yield
+        for kind, size in self.parts.pop(operation).items():
+            if kind != "temporaries":
+                self.parts.setdefault(names.get(kind, "optimizer"), {})[kind] = size
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """A part of a step, of which all begin and end outside of the row."""
         self._tracker.reset_peaks()
+        held = {kind: self._tracker.live(kind) for kind in _OF_STEP}
         before = self._temporaries = self._untracked()
         yield
-        most = {kind: self._tracker.peak(kind) for kind in _OF_STEP}
+        most = {kind: self._tracker.peak(kind) - held[kind] for kind in _OF_STEP}
         most["temporaries"] = self._temporaries - before
         self.parts[name] = {kind: size for kind, size in most.items() if size}
 
@@ -222,6 +246,12 @@ class StepWatch(StorageWatch):
                 if all(_Output.of(one).is_whole for one in outputs):
                     self._outputs[key] = told
         return out, False
+
+    def _owner(self, inputs: Sequence[Tensor]) -> str:
+        """Copies of weights that a step can be taken back to are not the model's."""
+        decides = self._under_way and self._under_way[-1].endswith((_STEP, _VALIDATE))
+        path = super()._owner(inputs)
+        return ENGINE if decides and not _kind_of(path) else path
 
     def _grew(self, path: str, num_bytes: int) -> None:
         super()._grew(path, num_bytes)

@@ -4,6 +4,7 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.memory_tracker import PERSISTENT
+from megatron.core.pipeline_parallel.plan.ir import op_text
 from megatron.estimate.peak import peak_lines
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
@@ -30,6 +31,7 @@ LAYOUTS = (
 )
 
 EXPERTS = f"--num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 {LLAMA}"
+VALIDATED = "--enable-optimizer-post-validation --post-validation-after 0"
 INSTANCES = "--num-distributed-optimizer-instances 2"
 WHOLE = "--expert-tensor-parallel-size 1"
 SENT = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
@@ -62,8 +64,14 @@ def accounts_of(config, ranks):
     spec = ranks[0].runner.spec
     description = description_of(config, spec)
     for one in ranks:
-        parts = parts_of(config, one.runner.spec, description, one.engine.model)
-        yield one, account_of(one.plan, one.runner.spec, one.pp_rank, parts)
+        yield one, account_of_steps(config, description, one)
+
+
+def account_of_steps(config, description, one):
+    spec, step = one.runner.spec, step_bytes(config, one.engine)
+    return account_of(
+        one.plan, spec, one.pp_rank, parts_of(config, spec, description, one.engine.model, step)
+    )
 
 
 @pytest.mark.grid
@@ -82,11 +90,11 @@ def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words
     def body(ctx):
         ps = ctx.make_ps(**ranks)
         mine = steps_of(config, ps, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
-        spec = mine.runner.spec
+        account = account_of_steps(config, description, mine)
         step = step_bytes(config, mine.engine)
-        parts = parts_of(config, spec, description, mine.engine.model, step)
-        account = account_of(mine.plan, spec, mine.pp_rank, parts)
-        return len(mine.seen), differences(account, mine.seen) + step_differences(account, mine.parts)
+        return len(mine.seen), differences(account, mine.seen) + step_differences(
+            mine.pp_rank, step, mine.parts
+        )
 
     for operations, found in run_ranks(body, 4, timeout=240.0):
         assert operations > 16
@@ -130,6 +138,45 @@ def test_the_estimate_has_the_step_of_the_optimizer_as_the_rehearsal_has_it(word
     ]
 
 
+@pytest.mark.parametrize(
+    "words", [f"{ZERO_3} --bf16", "--enable-zero-bubble --post-validation-rollback inverse"]
+)
+def test_steps_that_are_validated_hold_what_was_planned(words):
+    config = described(config_of(f"{PP} {VALIDATED} {words}", 4))
+    together = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    assert compared(config, together) == []
+    peaks = [one.peak.total for one in estimated(config, config.planner()).ranks]
+    assert peaks == [account.peak.total for _, account in accounts_of(config, together)]
+    for one, account in accounts_of(config, together):
+        behind = {op_text(account.row[place]): held for place, held in account.behind().items()}
+        decided, taken = behind[f"{one.pp_rank}VALIDATE"], behind[f"{one.pp_rank}STEP"]
+        copies = one.engine.optimizer.snapshot_bytes()
+        assert bool(copies) == config.parallel.keeps_copies
+        assert (decided.get("snapshot", 0), taken.get("snapshot", 0)) == (0, copies)
+        assert account.at_rest.get("snapshot", 0) == copies
+
+
+def test_a_step_that_is_taken_back_takes_what_was_planned():
+    """The first rank's gradients have a norm of 16.08, all together one of 19.57: the first rank steps on its own, and
+    is taken back in the second step. The last rank knows better, and has copies of the second step alone."""
+    words = f"{VALIDATED} --clip-grad 17 --bf16 --normalization RMSNorm"
+    config = config_of(f"{PP} --use-custom-fsdp --megatron-fsdp-main-grads-dtype bf16 {words}", 2)
+    description = description_of(config, config.planner().spec)
+
+    def body(ctx):
+        mine = steps_of(config, ctx.make_ps(pp=2), pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+        found = differences(account_of_steps(config, description, mine), mine.seen)
+        step = step_bytes(config, mine.engine)
+        return mine.parts, found + step_differences(mine.pp_rank, step, mine.parts)
+
+    (first, found), (last, without_copies) = run_ranks(body, 2, timeout=120.0)
+    assert first["rollback"]["casts"] > 0
+    assert last["rollback"]["casts"] > 0
+    assert found == []
+    assert len(without_copies) == 3
+    assert all(" snapshot: planned " in line and "seen 0 bytes" in line for line in without_copies)
+
+
 def test_an_account_that_is_wrong_is_told_by_operation_and_kind():
     config = config_of(f"{PP} --use-distributed-optimizer", 4)
     one, account = next(
@@ -150,7 +197,9 @@ def test_an_account_that_is_wrong_is_told_by_operation_and_kind():
 def test_the_peak_names_operation_unit_and_who_has_most():
     config = config_of(f"{PP} {ZERO_3} --enable-zero-bubble", 4)
     ranks = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
-    one, account = list(accounts_of(config, ranks))[1]
+    one, spec = ranks[1], ranks[1].runner.spec
+    row = parts_of(config, spec, description_of(config, spec), one.engine.model)
+    account = account_of(one.plan, spec, 1, row)
     peak = account.peak
     assert peak.total == max(moment.total for moment in account.moments)
     assert peak.operation.startswith("1B")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,13 +24,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.distributed.custom_fsdp.bucket_memory import num_bytes
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
-from megatron.core.distributed.custom_fsdp.squared_sums import (
-    SUM_BYTES,
-    SquaredSums,
-    all_finite,
-    squared_sums_of_parts,
-    sums_bytes,
-)
+from megatron.core.distributed.custom_fsdp.squared_sums import SquaredSums, all_finite, squared_sums_of_parts
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
 from megatron.core.optimizer.clip_grads import norm_of, zero_counts_of_parts
@@ -37,6 +32,7 @@ from megatron.core.optimizer.converted_grads import ConvertedGrads
 from megatron.core.optimizer.flat_update import FlatUpdate, ParamGroup
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.optimization_config import OptimizerConfig
+from megatron.core.optimizer.step_bytes import changed_by_step, figure_bytes, update_bytes, validated_bytes
 from megatron.core.param_meta import region_slices
 from megatron.core.pipeline_parallel.post_validation.state import ValidationState
 from megatron.core.protocols import Stepper
@@ -149,14 +145,17 @@ class MixedPrecisionOptimizer(Stepper):
 
         Added up over the pipeline it is what `prepare` goes by, bit for bit.
         """
-        full = self._figures(count_zero_grads)
-        if self._index.over_world:
-            full = self._summed_over_stage(full)
-        elif self.ps.experts is not None:
-            collectives.all_reduce(full, self.ps.stage_group)
-        if self.ps.experts is None:
-            collectives.all_reduce(full, self.ps.tp_group)
-        rows = host_values(full)  # sync: figures that the host decides on
+        taken = self.figure_bytes(count_zero_grads=count_zero_grads, of_stage=True)
+        with self._tracker.holding("figures", taken):
+            full = self._figures(count_zero_grads)
+            if self._index.over_world:
+                full = self._summed_over_stage(full)
+            elif self.ps.experts is not None:
+                collectives.all_reduce(full, self.ps.stage_group)
+            if self.ps.experts is None:
+                collectives.all_reduce(full, self.ps.tp_group)
+            rows = host_values(full)  # sync: figures that the host decides on
+            del full
         seen = nonfinite or not all(map(math.isfinite, rows[0]))
         told = torch.tensor([seen, *extras], dtype=torch.float64, device=self.ps.device.torch_device)
         collectives.all_reduce(told, self.ps.dp_group)
@@ -190,9 +189,9 @@ class MixedPrecisionOptimizer(Stepper):
         """Keep copies of this rank's part of main weights, moments and step counts; nothing with
         `RollbackBy.INVERSE`."""
         assert self._kept is None, "a snapshot is kept already: commit() forgets it"
-        self._tracker.hold("snapshot", "", self.snapshot_bytes())
-        inverse = self.rollback_by is RollbackBy.INVERSE
-        self._kept = _Kept(self.num_steps, None if inverse else [one.clone() for one in self._mutable()])
+        changed = None if self.rollback_by is RollbackBy.INVERSE else list(self._mutable())
+        self._tracker.hold("snapshot", "", num_bytes(changed or ()))
+        self._kept = _Kept(self.num_steps, changed and [one.clone() for one in changed])
         for one in self.followers:
             one.snapshot()
 
@@ -228,16 +227,19 @@ class MixedPrecisionOptimizer(Stepper):
         self, *, count_zero_grads: bool = False, snapshot: bool = False
     ) -> dict[str, dict[str, int]]:
         """What `prepare` and `step` take at most beside what lasts, by the timers' names of these parts of a step and
-        the tracker's categories. Gradients are multiplied with anything but 1. snapshot: beside one."""
-        figures = {"figures": self.figure_bytes(count_zero_grads=count_zero_grads)}
-        update = update_bytes(self._update, self._conversion, in_place=not snapshot)
-        kept = {"snapshot": self.snapshot_bytes()} if snapshot else {}
-        return {"grad-norm": figures | kept, "optimizer": update | kept}
+        the tracker's categories. Gradients are multiplied with anything but 1. snapshot: what `stage_state`, `snapshot`
+        and `step` take, and, once copies are gone, a step that is taken back and taken again ("rollback")."""
+        figures = {"figures": self.figure_bytes(count_zero_grads=count_zero_grads, of_stage=snapshot)}
+        update = functools.partial(update_bytes, self._update, self._conversion)
+        if not snapshot:
+            return {"grad-norm": figures, "optimizer": update(in_place=True)}
+        kept, inverse = self.snapshot_bytes(), self.rollback_by is RollbackBy.INVERSE
+        return validated_bytes(figures, update, kept, inverse=inverse)
 
-    def figure_bytes(self, *, count_zero_grads: bool) -> int:
-        """What `prepare` takes."""
-        ranks = self.ps.stage_group.size if self._sums_in_order else 0
-        own, device = len(self._grads), self.ps.device.torch_device
+    def figure_bytes(self, *, count_zero_grads: bool, of_stage: bool = False) -> int:
+        """What `prepare` takes; of_stage: `stage_state`."""
+        summed = self._index.over_world if of_stage else self._sums_in_order
+        ranks, own, device = self.ps.stage_group.size * summed, len(self._grads), self.ps.device.torch_device
         return figure_bytes(own, self._index.size, 1 + count_zero_grads, ranks, device)
 
     @property
@@ -246,7 +248,8 @@ class MixedPrecisionOptimizer(Stepper):
 
     def snapshot_bytes(self) -> int:
         """What `snapshot` takes."""
-        return 0 if self.rollback_by is RollbackBy.INVERSE else num_bytes(self._mutable())
+        own = 0 if self.rollback_by is RollbackBy.INVERSE else num_bytes(self._mutable())
+        return own + sum(one.snapshot_bytes() for one in self.followers)
 
     def params_norm(self) -> float:
         """L2 norm of the main weights (--log-params-norm). Communicates over mp; over world where the optimizer is
@@ -321,27 +324,6 @@ class MixedPrecisionOptimizer(Stepper):
 
     def _mutable(self) -> Iterator[Tensor]:
         return changed_by_step(self.buffer, self._update)
-
-
-def changed_by_step(buffer: FlatBuffer, update: FlatUpdate) -> Iterator[Tensor]:
-    """Everything that a step changes and cannot be made of the rest: this rank's part of main weights, moments."""
-    for memory in buffer.buckets:
-        if memory.main_weights is not None:
-            yield memory.main_weights
-    yield from update.mutable()
-
-
-def figure_bytes(own: int, whole: int, rows: int, ranks: int, device: torch.device) -> int:
-    """What sums of squares (and with two rows counts of zeros) of so many regions take, of so many in the whole model.
-    ranks: whose vectors are gathered; 0: none are."""
-    gathered = (ranks + 1) * (ranks > 0)
-    of_model = rows * whole * (1 + gathered)
-    return max(sums_bytes(own, device) + (rows - 1) * own * SUM_BYTES, (rows * own + of_model) * SUM_BYTES)
-
-
-def update_bytes(update: FlatUpdate, conversion: ConvertedGrads, *, in_place: bool) -> dict[str, int]:
-    """What `step` takes, by the tracker's categories. in_place: without a snapshot."""
-    return {"casts": conversion.most_bytes(in_place=in_place), "tails": update.tail_bytes}
 
 
 build_optimizer = MixedPrecisionOptimizer  # the optimizer of the flags over a flat buffer

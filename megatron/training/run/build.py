@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
 from megatron.core.optimizer.flat_update import ParamGroup
 from megatron.core.optimizer.grad_scaler import build_grad_scaler
-from megatron.core.optimizer.mixed_precision import build_optimizer
+from megatron.core.optimizer.mixed_precision import RollbackBy, build_optimizer
 from megatron.core.optimizer.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     build_scheduler,
@@ -129,6 +129,7 @@ def build_engine(
     )
     biases.materialise(ps.device.torch_device)
     optimizer.followers.append(biases)
+    optimizer.rollback_by = RollbackBy(config.parallel.post_validation_rollback)
     return Engine(chunks, model, meta, optimizer, scheduler, scaler, biases)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.unit_events import watch_units
 from megatron.core.distributed.plan_inputs import measured_moves, measured_wire, units_of_all_stages
-from megatron.core.optimizer.mixed_precision import RollbackBy
 from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts
 from megatron.core.pipeline_parallel.plan.ir import Kind, Plan, RawOp
 from megatron.core.pipeline_parallel.plan.planned_residency import HeldBytes, StepMoves
@@ -315,7 +314,6 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
     Raises OutputPathError where the timeline cannot be written, ConfigurationError where the device has no room.
     """
     parallel = session.config.parallel
-    engine.optimizer.rollback_by = RollbackBy(parallel.post_validation_rollback)
     planner = session.planner
     settle(session, planner, engine)
     if parallel.enable_optimizer_post_validation:

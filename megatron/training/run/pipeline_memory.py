@@ -83,7 +83,7 @@ def check_validated(session: Session, planner: Planner, engine: Engine) -> None:
     parts = engine.optimizer.step_bytes(
         count_zero_grads=session.config.logging.log_num_zeros_in_grad, snapshot=True
     )
-    taken = max(sum(part.values()) for part in parts.values()) - copies
+    taken = max(sum(part.values()) - part.get("snapshot", 0) for part in parts.values())
     needed = copies + grads + taken * bool(copies + grads)
     if needed and spec.estimated:
         plan = planner.plan(session.config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)

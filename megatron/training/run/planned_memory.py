@@ -8,14 +8,19 @@ from collections.abc import Mapping
 from megatron.core import machine
 from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, TRANSIENT
 from megatron.core.pipeline_parallel.plan.ir import PlanError
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.words import size_text
 from megatron.estimate.peak import kinds_text, peak_lines
-from megatron.estimate.rank_account import RankAccount
+from megatron.estimate.rank_parts import RankAccount
 from megatron.training.report import metrics
 from megatron.training.run.parts import RunParts
-from megatron.training.run.rehearse.comparison import account_of, parts_of, step_bytes, why_no_account
+from megatron.training.run.rehearse.comparison import (
+    account_of,
+    parts_of,
+    step_bytes,
+    step_purpose,
+    why_no_account,
+)
 from megatron.training.state import StepTask
 
 
@@ -25,6 +30,9 @@ class PlannedMemory:
 
     def __init__(self, parts: RunParts, num_microbatches: int) -> None:
         self._parts, self._steps = parts, 0
+        parallel = parts.session.config.parallel
+        # Before so many steps not all is in use.
+        self._behind = 2 + parallel.post_validation_after * parallel.enable_optimizer_post_validation
         self._account = _account(parts, num_microbatches)
         # By pipeline rank: at rest, at most, and where.
         self._ranks: dict[int, tuple[int, int, str]] = {}
@@ -60,7 +68,7 @@ class PlannedMemory:
             metrics.theoretical_memory_line(rank, *self._ranks[rank][:2]) for rank in sorted(self._ranks)
         ]
         described = self._parts.engine.is_described
-        why = why_no_account(self._parts.session.config, is_described=described) or "the plan does not fit"
+        why = why_no_account(is_described=described) or "the plan does not fit"
         self._parts.session.print_rank_0(*(lines or [f"--report-theoretical-memory: not known: {why}"]))
 
     def after_step(self, task: StepTask) -> None:
@@ -68,7 +76,7 @@ class PlannedMemory:
         has run and all is in use."""
         parts, ps = self._parts, self._parts.session.ps
         self._steps += 1
-        if self._steps != 2 or not self._ranks:
+        if self._steps != self._behind or not self._ranks:
             return
         tracker, profiler = parts.engine.memory_tracker, parts.pipeline.profiler
         found = Counter(
@@ -120,12 +128,12 @@ def _account(parts: RunParts, num_microbatches: int) -> RankAccount | None:
     """Of this rank; None where nobody has looked at its model."""
     session, engine, spec = parts.session, parts.engine, parts.pipeline.spec
     description = session.config.description
-    if description is None or why_no_account(session.config, is_described=engine.is_described):
+    if description is None or why_no_account(is_described=engine.is_described):
         return None
     if spec.keeps_gathered:
         description = description.gathered or description
     try:
-        plan = parts.pipeline.planner.plan(num_microbatches, PlanPurpose.TRAIN)
+        plan = parts.pipeline.planner.plan(num_microbatches, step_purpose(session.config))
     except PlanError:  # which whoever runs it says
         return None
     held = parts_of(session.config, spec, description, engine.model, step_bytes(session.config, engine))

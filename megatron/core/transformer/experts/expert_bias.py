@@ -55,7 +55,7 @@ class ExpertBiases(Stepper):
             bias.add_(torch.sign(counts.mean() - counts).to(bias), alpha=self._rate)
 
     def snapshot(self) -> None:
-        self._tracker.hold("snapshot", "", self._bytes)
+        self._tracker.hold("snapshot", "", self.snapshot_bytes())
         self._kept = [bias.clone() for bias in self.tensors]
 
     def rollback(self) -> None:
@@ -64,11 +64,10 @@ class ExpertBiases(Stepper):
             bias.copy_(kept)
 
     def commit(self) -> None:
-        self._tracker.free("snapshot", "", self._bytes)
+        self._tracker.free("snapshot", "", self.snapshot_bytes())
         self._kept = None
 
-    @property
-    def _bytes(self) -> int:
+    def snapshot_bytes(self) -> int:
         return sum(bias.nbytes for bias in self.tensors)
 
     def named(self) -> dict[str, Tensor]:

@@ -12,11 +12,11 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
-from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.words import counted, size_text
 from megatron.estimate.description import ModelDescription
-from megatron.estimate.rank_account import RankAccount, rank_account
-from megatron.estimate.rank_parts import RankParts
+from megatron.estimate.rank_account import rank_account
+from megatron.estimate.rank_parts import RankAccount, RankParts
 from megatron.estimate.step_watch import Seen
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine
@@ -50,6 +50,8 @@ def parts_of(
     at_rest["main_grads"] = model.buffer.persistent_bytes()["main_grads"]
     reads = spec.reads_data(ps.pp_rank) and ps.device.kind == "cpu"
     own_batch = batch_bytes(config) if reads else 0
+    if config.parallel.enable_optimizer_post_validation:  # those of the step before may be read again
+        drawn += config.last_num_microbatches
     return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit, drawn, step or {})
 
 
@@ -61,17 +63,25 @@ def step_bytes(config: Config, engine: Engine) -> dict[str, dict[str, int]]:
         return engine.optimizer.step_bytes(count_zero_grads=counts, snapshot=snapshot)
 
 
-def step_differences(account: RankAccount, parts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """A line for each kind of bytes of which a part of the optimizer's step took something else. parts: what a watch
-    has seen of them."""
-    lines, behind = [], Counter(account.moments[-1].held)
-    for name, planned in account.step.items():
-        mine, its = Counter(planned) - behind, Counter(parts.get(name, {}))
+def step_differences(
+    rank: int, step: Mapping[str, Mapping[str, int]], seen: Mapping[str, Mapping[str, int]]
+) -> list[str]:
+    """A line for each kind of bytes of which a part of the optimizer's step took something else. step: `step_bytes`.
+    seen: what a watch has seen of the parts; of validated steps "rollback" only where one was taken back."""
+    lines, parts = [], [name for name in step if name != "rollback" or name in seen]
+    for name in parts:
+        mine, its = Counter(step[name]), Counter(seen.get(name, {}))
         del its["temporaries"]
         for kind in (kind for kind in sorted(mine.keys() | its.keys()) if mine[kind] != its[kind]):
             figures = f"planned {_exact(mine[kind])}, seen {_exact(its[kind])}"
-            lines.append(f"pipeline rank {account.rank}, in {name}: {kind}: {figures}")
+            lines.append(f"pipeline rank {rank}, in {name}: {kind}: {figures}")
     return lines
+
+
+def step_purpose(config: Config) -> PlanPurpose:
+    """Of a run's steps."""
+    validated = config.parallel.enable_optimizer_post_validation
+    return PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
 
 
 def batch_bytes(config: Config) -> int:
@@ -79,10 +89,8 @@ def batch_bytes(config: Config) -> int:
     return sum(tensor.nbytes for tensor in host_batch(config, torch.device("meta")).values())
 
 
-def why_no_account(config: Config, *, is_described: bool) -> str:
+def why_no_account(*, is_described: bool) -> str:
     """Why no account says what ranks hold; empty where one does. is_described: the model is the one of the flags."""
-    if config.parallel.enable_optimizer_post_validation:
-        return "steps are made before they are decided on"
     return "" if is_described else "the model is your own"
 
 

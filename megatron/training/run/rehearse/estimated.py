@@ -12,10 +12,11 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.converted_grads import ConvertedGrads
 from megatron.core.optimizer.flat_update import FlatUpdate
 from megatron.core.optimizer.global_norm_index import count_regions
-from megatron.core.optimizer.mixed_precision import changed_by_step, figure_bytes, update_bytes
+from megatron.core.optimizer.step_bytes import changed_by_step, figure_bytes, update_bytes, validated_bytes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import ShardOver
+from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.device_profiles import DEVICE_PROFILES
 from megatron.estimate.run_estimate import RankEstimate, RunEstimate
@@ -23,11 +24,13 @@ from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.planner import Planner
 from megatron.training.run.build import build_chunks, build_gpt_model, imagined_world
-from megatron.training.run.rehearse.comparison import account_of, batch_bytes, parts_of
+from megatron.training.run.rehearse.comparison import account_of, batch_bytes, parts_of, step_purpose
 
 # What ranks hold repeats itself from a microbatch to the next, but where a schedule begins with all forwards or is
 # searched for: so many microbatches a pipeline rank are looked at, in which every rank comes to hold the most.
 _ROUNDS = 4
+
+StepParts = dict[str, dict[str, int]]
 
 
 def estimated(config: Config, planner: Planner) -> RunEstimate:
@@ -41,7 +44,7 @@ def estimated(config: Config, planner: Planner) -> RunEstimate:
     if spec.keeps_gathered and description.gathered is not None:
         description = description.gathered
     counted = _microbatches(config, spec)
-    plan, ranks = planner.plan(counted, PlanPurpose.TRAIN), []
+    plan, ranks = planner.plan(counted, step_purpose(config)), []
     for rank, model in enumerate(models):
         drawn = config.last_num_microbatches - counted
         parts = parts_of(config, spec, description, model, steps[rank], drawn=drawn)
@@ -73,41 +76,41 @@ def _room(config: Config, ranks: Sequence[RankEstimate]) -> tuple[int, int | Non
 
 
 def _steps(
-    config: Config, models: Sequence[DistributedDataParallel], updates: Sequence[dict[str, int]]
-) -> list[dict[str, dict[str, int]]]:
+    config: Config, models: Sequence[DistributedDataParallel], updates: Sequence[StepParts]
+) -> list[StepParts]:
     """By pipeline rank, what the optimizer's step takes, whose index of regions is counted and not built. updates: of
     these, what follows from a rank's own weights."""
     ps, rows = models[0].ps, 1 + config.logging.log_num_zeros_in_grad
     experts = (ps.expert_grid.size("tp"), ps.expert_grid.size("ep"))
     whole, owned = count_regions([model.buffer for model in models], ps.tp_size, experts)
     is_sharded = models[0].buffer.sharding.optimizer is not ShardOver.NONE
-    ranks = ps.stage_group.size if is_sharded and ps.stage_group.size > 2 else 0
-    steps = []
+    in_order = config.parallel.enable_optimizer_post_validation or ps.stage_group.size > 2
+    ranks, steps = ps.stage_group.size * (is_sharded and in_order), []
     for own, update in zip(owned, updates, strict=True):
         with imagining(ps.device):
             figures = {"figures": figure_bytes(own, whole, rows, ranks, ps.device.torch_device)}
-        kept = {kind: size for kind, size in update.items() if kind == "snapshot"}
-        steps.append({"grad-norm": figures | kept, "optimizer": update})
+        steps.append(update | {"grad-norm": figures})
     return steps
 
 
-def _models(config: Config, planner: Planner) -> tuple[list[DistributedDataParallel], list[dict[str, int]]]:
+def _models(config: Config, planner: Planner) -> tuple[list[DistributedDataParallel], list[StepParts]]:
     """By pipeline rank, that of one rank; with what an optimizer holds, and what its update takes. What data
     parallelism asks of plans is told."""
     world = imagined_world(config)
     world.keep_one_a_stage()
+    validated, copies = config.parallel.enable_optimizer_post_validation, config.parallel.keeps_copies
 
-    copies = config.parallel.keeps_copies
-
-    def build(ps: ParallelState) -> tuple[DistributedDataParallel, dict[str, int]]:
+    def build(ps: ParallelState) -> tuple[DistributedDataParallel, StepParts]:
         provider = functools.partial(build_gpt_model, config, ps)
-        _, model, _ = build_chunks(config, ps, provider, planner)
+        chunks, model, _ = build_chunks(config, ps, provider, planner)
         update = FlatUpdate(config.optimizer, model.buffer, ps.device.torch_device)
         model.memory_tracker.book({"moments": sum(update.persistent_bytes().values())})
-        converted = ConvertedGrads(model.buffer, model.memory_tracker)
-        taken = update_bytes(update, converted, in_place=not copies)
-        kept = {"snapshot": num_bytes(changed_by_step(model.buffer, update))} if copies else {}
-        return model, taken | kept
+        taken = functools.partial(update_bytes, update, ConvertedGrads(model.buffer, model.memory_tracker))
+        if not validated:
+            return model, {"optimizer": taken(in_place=True)}
+        kept = ExpertBiases((chunk.module for chunk in chunks), 0.0, ps.dp_group).snapshot_bytes()
+        kept += num_bytes(changed_by_step(model.buffer, update)) if copies else 0
+        return model, validated_bytes({}, taken, kept, inverse=not copies)
 
     built = list(world.run(build).values())
     models, updates = [model for model, _ in built], [taken for _, taken in built]

@@ -26,7 +26,7 @@ from megatron.core.optimizer.flat_update import FlatUpdate, UnalignedTails
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.pipeline_parallel.plan.ir import Plan
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
+from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.parallel_state import ParallelState, single_process
@@ -55,6 +55,7 @@ from megatron.training.run.rehearse.comparison import (
     parts_of,
     step_bytes,
     step_differences,
+    step_purpose,
     why_no_account,
 )
 from megatron.training.run.session import new_timers, with_vocabulary
@@ -116,7 +117,7 @@ def rehearse(config: Config, model_provider: ModelProvider, forward_step: Forwar
         f"rehearsal of {counted(config.world_size, 'rank')}: {counted(STEPS, 'step')} of one rank of each of "
         f"{counted(len(ranks), 'pipeline stage')}, schedule {spec.schedule}, on tensors without memory"
     )
-    why = why_no_account(config, is_described=all(one.engine.is_described for one in ranks))
+    why = why_no_account(is_described=all(one.engine.is_described for one in ranks))
     found = [] if why else compared(config, ranks)
     for one in ranks:
         say(f"pipeline rank {one.pp_rank}: at most {size_text(one.peak.total)}, in {one.peak.operation}")
@@ -160,7 +161,7 @@ def compared(config: Config, ranks: Sequence[RehearsedRank]) -> list[str]:
         step = step_bytes(config, one.engine)
         parts = parts_of(config, spec, description, one.engine.model, step)
         account = account_of(one.plan, one.runner.spec, one.pp_rank, parts)
-        found += differences(account, one.seen) + step_differences(account, one.parts)
+        found += differences(account, one.seen) + step_differences(one.pp_rank, step, one.parts)
     return found
 
 
@@ -175,6 +176,9 @@ class _BuiltRank:
     """One that has been built."""
 
     def __init__(self, config: Config, ps: ParallelState, model_provider: ModelProvider) -> None:
+        # Validated steps as they are once many were clean.
+        parallel = dataclasses.replace(config.parallel, post_validation_after=0)
+        config = dataclasses.replace(config, parallel=parallel)
         planner, timers = config.planner(), new_timers(config, ps)
         self._parts: Callable[[str], AbstractContextManager[None]] = _phase
         quiet: Any = SimpleNamespace(phase=lambda name: self._parts(name))
@@ -210,8 +214,7 @@ class _BuiltRank:
         validated, ps = config.parallel.enable_optimizer_post_validation, session.ps
         state = TrainState.start(config)
         size = config.last_num_microbatches
-        purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
-        plan = session.planner.plan(size, purpose)
+        plan = session.planner.plan(size, step_purpose(config))
         policy = NanPolicy(
             config.reliability.nan_policy,
             config.reliability.nan_max_skips,
@@ -222,7 +225,7 @@ class _BuiltRank:
         source = batches(config, ps.device)
         data = StepBatches(source, reads=runner.spec.reads_data(ps.pp_rank))
         watch = self._watch()
-        self._parts = watch.part
+        self._parts = _phase if validated else watch.part  # of validated steps they are operations
         runner.region = watch.region
         at_rest, began = dict[str, int](), time.thread_time()
         with watch:
@@ -257,7 +260,8 @@ class _BuiltRank:
             paths |= {id(module): path for path, module in chunk.module.named_modules()}
             named = [*chunk.module.named_parameters(), *chunk.module.named_buffers()]
             weights += [(name.rpartition(".")[0], tensor) for name, tensor in named]
-        paths |= {id(StepBatches): BATCHES, id(StepMetrics): FIGURES, id(P2P): MESSAGES}
+        paths |= {id(StepBatches): BATCHES, id(P2P): MESSAGES}
+        paths |= dict.fromkeys(map(id, (StateChannel, StepMetrics)), FIGURES)
         paths |= {id(kind): ENGINE for kind in _ENGINE}
         device = self.session.ps.device.torch_device
         return StepWatch(device, paths, weights, self.engine.memory_tracker)
