@@ -283,14 +283,14 @@ _SIDE = 512  # rows and columns of a product that are in fp32 at a time
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a [..., n, k] times b [k, m], in their dtype; see `SHORT`. out: [n, m], for a [n, k]."""
-    if goes_by_fp32(a, b):
+    if a.dtype in SHORT and goes_by_fp32(a, b):
         return _by_fp32(a, b, None, out)
     return torch.mm(a, b, out=out) if a.dim() == 2 else a @ b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k] times weight [m, k] transposed, and bias [m], in their dtype; see `SHORT`."""
-    if goes_by_fp32(x, weight):
+    if x.dtype in SHORT and goes_by_fp32(x, weight):
         return _by_fp32(x, weight.t(), bias)
     return F.linear(x, weight, bias)
 

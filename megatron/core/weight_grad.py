@@ -39,14 +39,6 @@ def accumulate_wgrad(
 
     overwrite: main_grad = instead, whatever it holds, which may be anything. An expert without rows adds nothing.
     """
-    if ends is None and scale == 1.0 and not overwrite and main_grad.dtype == dy.dtype:
-        # Most of them: as below, in as few calls as there can be.
-        if x is None:
-            main_grad.add_(dy if dy.dim() == main_grad.dim() else dy.flatten(0, -2).sum(0))
-            return
-        if x.dtype == dy.dtype and x.dim() == dy.dim() == 2 and main_grad.shape == (dy.shape[1], x.shape[1]):
-            main_grad.addmm_(dy.t(), x)
-            return
     if ends is not None:
         _accumulate_by_expert(main_grad, x, dy, ends, overwrite, scale)
         return
@@ -140,11 +132,12 @@ def put_linear(
     """Hand to the sink what the gradients of a linear layer's weight and bias, where they are trained, are made of."""
     if dy.dim() > 2:
         dy = dy.flatten(0, -2)  # [tokens, out], once for both
+    put = keys.sink.put
     if weight.requires_grad:
-        keys.sink.put(keys.key, x, dy)
+        put(keys.key, x, dy)
     if bias is not None and bias.requires_grad:
         assert keys.bias_key is not None, f"{keys.key}: a bias without a key"
-        keys.sink.put(keys.bias_key, None, dy)
+        put(keys.bias_key, None, dy)
 
 
 class WeightGradAccumulator:
@@ -215,8 +208,10 @@ class WeightGradAccumulator:
     def put(
         self, key: str, x: Tensor | Operand | None, dy: Tensor, ends: tuple[int, ...] | None = None
     ) -> None:
-        main_grads, fresh, overwrite = self.main_grads, self._fresh, False
-        assert key in main_grads, f"no gradient buffer bound for {key!r}; bound: {sorted(main_grads)}"
+        main_grad, fresh, overwrite = self.main_grads.get(key), self._fresh, False
+        assert main_grad is not None, (
+            f"no gradient buffer bound for {key!r}; bound: {sorted(self.main_grads)}"
+        )
         if self.deferring:
             if isinstance(x, Tensor) and x.requires_grad:
                 # With its graph it would keep the stage's input and that one's gradient until W.
@@ -225,9 +220,18 @@ class WeightGradAccumulator:
             return
         if x is not None and not isinstance(x, Tensor):
             x = x.whole()
-        if (fresh is None or key in fresh) and self._listener is not None:
-            overwrite = self._listener.grad_begins(key)
-        accumulate_wgrad(main_grads[key], x, dy, ends, overwrite=overwrite, scale=self._scale)
+        if fresh is None or key in fresh:
+            if self._listener is not None:
+                overwrite = self._listener.grad_begins(key)
+        elif ends is None and main_grad.dtype is dy.dtype and self._scale == 1.0 and dy.dim() <= 2:
+            # Most of them: as `accumulate_wgrad`, in as few calls as there can be.
+            if x is None:
+                main_grad.add_(dy if dy.dim() == main_grad.dim() else dy.sum(0))
+                return
+            if x.dtype is dy.dtype and x.dim() == 2:
+                main_grad.addmm_(dy.t(), x)
+                return
+        accumulate_wgrad(main_grad, x, dy, ends, overwrite=overwrite, scale=self._scale)
         if fresh is None:
             self.done(key, self.microbatch)
 

@@ -27,7 +27,18 @@ class GradFunction(Protocol):
         """(what was kept, gradients of the outputs) -> of the inputs, None for what is no tensor."""
 
 
-class Node(torch.autograd.Function):
+def direct(operator: Any) -> Callable[..., Any]:
+    """An operator of ATen, one overload, without torch's call in Python around it."""
+    return getattr(operator, "_op", operator)
+
+
+def direct_apply(node: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """node.apply without torch's search among the inputs for what torch.func has left, of which nothing is here."""
+    applied: Callable[..., Any] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+    return applied
+
+
+class _Node(torch.autograd.Function):
     """Of autograd, around a `GradFunction`."""
 
     @staticmethod
@@ -42,12 +53,15 @@ class Node(torch.autograd.Function):
         return None, None, *ctx.function.backward(ctx.saved_tensors, *grads)
 
 
+_new_node = direct_apply(_Node)
+
+
 def apply(
     function: GradFunction,
     x: Tensor,
     *inputs: Any,
     parameters: Iterable[Tensor | None] = (),
-    node: type[torch.autograd.Function] = Node,
+    new_node: Callable[..., Any] = _new_node,
 ) -> Tensor:
     """The output of function.forward(x, *inputs), differentiable; where there are several, a tuple of them.
 
@@ -57,5 +71,5 @@ def apply(
     anchor = None
     if not x.requires_grad and torch.is_grad_enabled():
         anchor = next((one for one in parameters if one is not None and one.requires_grad), None)
-    output: Tensor = node.apply(function, anchor, x, *inputs)
+    output: Tensor = new_node(function, anchor, x, *inputs)
     return output

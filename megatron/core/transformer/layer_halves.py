@@ -17,6 +17,8 @@ to, runs its modules instead (`decoder.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import contains, getitem
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from megatron.core.device import product
-from megatron.core.tensor_parallel.functions import Kept, apply
+from megatron.core.tensor_parallel.functions import Kept, apply, direct_apply
 from megatron.core.tensor_parallel.mappings import gather_sequence
 from megatron.core.tensor_parallel.parallel_layers import (
     ColumnParallelLinear,
@@ -52,9 +54,9 @@ class _LayerNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Part, anchor: Tensor | None, x: Tensor, *inputs: Any) -> Any:
         ctx.part, ctx.batch = part, x.shape[1]
-        outputs, kept = part.forward(x.flatten(0, 1), x.shape[1], *inputs)
+        outputs, kept = part.forward(x.flatten(0, 1), ctx.batch, *inputs)
         ctx.save_for_backward(*kept)
-        return outputs.view(x.shape) if isinstance(outputs, Tensor) else outputs
+        return outputs.view_as(x) if isinstance(outputs, Tensor) else outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,6 +65,9 @@ class _LayerNode(torch.autograd.Function):
         # From a weight's gradient, this is one file from the sink.
         dx, *others = ctx.part.backward(ctx.saved_tensors, ctx.batch, *grads)
         return None, None, dx.view(-1, ctx.batch, dx.shape[1]), *others
+
+
+_new_layer_node = direct_apply(_LayerNode)
 
 
 class IntoAttention:
@@ -169,7 +174,7 @@ class LayerHalves:
         dropout: float,
     ) -> Tensor:
         """dropout: the probability now."""
-        if mask is angles is cache is None and self.attention.is_one_kernel(x):
+        if mask is angles is cache is None and self.attention.is_plain and self.core.is_one_kernel(x):
             return _applied(self, x, dropout)
         query, key, value = _applied(self.into, x)
         attended = self.attention.attend(query, key, value, mask, angles, cache)  # [b, heads, s, d]
@@ -197,7 +202,7 @@ Part = IntoAttention | OutOfAttention | MlpHalf | LayerHalves
 
 class AsBuilt:
     """Whether the modules below one are still those that it was built with, and nobody listens to their calls. besides:
-    children that may do as they like."""
+    children that may do as they like. Asked at every call, so each question to all of them is one loop in C."""
 
     def __init__(self, module: nn.Module, besides: Sequence[nn.Module] = ()) -> None:
         free = {id(part) for child in besides for part in child.modules()}
@@ -207,7 +212,8 @@ class AsBuilt:
             for name, child in owner.named_children()
             if id(child) not in free
         ]
-        self._places = [(owner._modules, name) for owner, name, _ in children]
+        self._owners = [owner._modules for owner, _, _ in children]
+        self._names = [name for _, name, _ in children]
         self._parts = parts = [part for _, _, part in children]
         self._kinds = [type(part) for part in parts]
         self._hooks = [
@@ -221,13 +227,10 @@ class AsBuilt:
         return not (
             any(self._hooks)
             or _has_any_global_hook()
-            or [modules[name] for modules, name in self._places] != self._parts
+            or list(map(getitem, self._owners, self._names)) != self._parts
             or list(map(type, self._parts)) != self._kinds
-            or [
-                part
-                for part in self._parts
-                if "forward" in part.__dict__ or "_compiled_call_impl" in part.__dict__
-            ]
+            or any(map(contains, map(vars, self._parts), repeat("forward")))
+            or any(map(contains, map(vars, self._parts), repeat("_compiled_call_impl")))
         )
 
 
@@ -236,12 +239,12 @@ _WithParameters = Norm | ColumnParallelLinear | RowParallelLinear
 
 def _parameters(module: _WithParameters) -> tuple[Tensor, Tensor | None]:
     """Weight and bias; `module.weight` would look in three other places first."""
-    held = module._parameters
-    weight = held["weight"]
-    assert weight is not None
-    return weight, held.get("bias")
+    held: dict[str, Any] = module._parameters
+    return held["weight"], held.get("bias")
 
 
-def _applied(part: Part, *inputs: Any) -> Tensor:
+def _applied(part: Part, x: Tensor, *inputs: Any) -> Tensor:
+    if x.requires_grad:
+        return _new_layer_node(part, None, x, *inputs)
     parameters = (one for module in part.modules for one in module.parameters())
-    return apply(part, *inputs, parameters=parameters, node=_LayerNode)
+    return apply(part, x, *inputs, parameters=parameters, new_node=_new_layer_node)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.param_meta import InitKind
-from megatron.core.tensor_parallel.functions import Kept, apply
+from megatron.core.tensor_parallel.functions import Kept, apply, direct
 from megatron.core.tensor_parallel.sink_module import LayerFactory, SinkModule, whole_region
 from megatron.core.transformer.model_config import TransformerConfig
 
-_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_layer_norm_backward = direct(torch.ops.aten.native_layer_norm_backward.default)
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.device import goes_by_fp32, kind_of
 from megatron.core.module import ModelContext
-from megatron.core.tensor_parallel.functions import Kept, apply
+from megatron.core.tensor_parallel.functions import Kept, apply, direct
 from megatron.core.tensor_parallel.mappings import TensorParallel
 from megatron.core.tensor_parallel.parallel_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import DropoutSite, dropout, seeded_default_generator
@@ -27,8 +27,8 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import recomputed
 from megatron.core.transformer.rotary import apply_rope
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_kernel = torch._scaled_dot_product_flash_attention_for_cpu
+_kernel_backward = direct(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [s, b or 1, 1, rotated dims / 2]
 
@@ -116,6 +116,11 @@ class CoreAttention(nn.Module):
         return self._exact(q, k, v, mask) if self.written_out else self._fused(q, k, v, mask)
 
     # --- torch's kernel for CPUs without autograd: causal, without dropout, as many heads of keys as of queries
+
+    def is_one_kernel(self, x: Tensor) -> bool:
+        """Whether that is all of it, causally, for heads like x."""
+        in_pieces = self.written_out or (self.dropout and self.training)
+        return x.is_cpu and not in_pieces and torch.backends.cuda.flash_sdp_enabled()
 
     def kernel_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
         """As `attend`, and what is kept."""
@@ -250,6 +255,8 @@ class SelfAttention(nn.Module):
         bias = config.attention_output_bias
         self.linear_proj = RowParallelLinear(heads * dim, hidden, factory.at("linear_proj"), bias=bias)
         self.recompute_core = config.recomputes("core_attn")
+        # Whether nothing but `core_attention` happens between heads of a plain causal pass and what is attended.
+        self.is_plain = self.heads_per_group == 1 and not config.qk_layernorm and not self.recompute_core
 
     def forward(
         self,
@@ -278,17 +285,6 @@ class SelfAttention(nn.Module):
         query, key, value, mask = self._turned(query, key, value, mask, angles, cache)
         return self._maybe_recomputed(self.core_attention.attend, query, key, value, mask)
 
-    def is_one_kernel(self, x: Tensor) -> bool:
-        """Whether nothing but torch's kernel for CPUs runs between heads and what is attended, causally."""
-        core = self.core_attention
-        return (
-            self.heads_per_group == 1
-            and self.q_layernorm is None
-            and x.is_cpu
-            and not (core.written_out or self.recompute_core or (core.dropout and core.training))
-            and torch.backends.cuda.flash_sdp_enabled()
-        )
-
     def heads_of(self, rows: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """`linear_qkv`'s [s b, rows] -> query [b, heads, s, d], key and value [b, groups, s, d], of this rank."""
         r, d = self.heads_per_group, self.head_dim
@@ -301,9 +297,9 @@ class SelfAttention(nn.Module):
 
     def rows_of(self, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> Tensor:
         """The backward of `heads_of`."""
-        heads = [d.permute(2, 0, 1, 3) for d in (dquery, dkey, dvalue)]  # [s, b, heads or groups, d]
+        heads = by_position(dquery), by_position(dkey), by_position(dvalue)  # [s, b, heads or groups, d]
         if self.heads_per_group == 1:
-            together = torch.stack(heads, dim=3)
+            together = torch.cat(heads, dim=3)
         else:
             together = torch.cat([d.unflatten(2, (self.groups, -1)) for d in heads], dim=3)
         return together.view(dquery.shape[0] * dquery.shape[2], -1)
