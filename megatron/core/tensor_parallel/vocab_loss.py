@@ -29,14 +29,16 @@ class CrossEntropy(NamedTuple):
         vocab_size, tp = self.vocab_size, self.tp
         held: Kept = ()
         # The logits of a lower precision are copied; those of the working precision are consumed.
-        probabilities = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        probabilities = logits.detach()
+        if logits.itemsize < torch.float32.itemsize:
+            probabilities = probabilities.float()
         labels = labels.unsqueeze(-1)
         if tp.size == 1:
             label_logit = probabilities.gather(-1, labels)
             highest = probabilities.amax(-1, keepdim=True)
             torch.softmax(probabilities, -1, out=probabilities)
             # The most likely id has probability 1 / sum(exp(logit - highest)): no second pass is needed for the sum.
-            log_sum = probabilities.amax(-1, keepdim=True).log_().neg_()
+            loss = highest.sub_(probabilities.amax(-1, keepdim=True).log_())
         else:  # the highest logit, then sum and label's logit, go over tp
             labels, outside = local_ids(labels, vocab_size, tp)
             probabilities[..., vocabulary_band(vocab_size, tp).size :] = -math.inf  # of no id
@@ -48,9 +50,9 @@ class CrossEntropy(NamedTuple):
             all_reduce(sums, tp.peers)
             exp_sum, label_logit = sums
             probabilities.div_(exp_sum)
-            log_sum = exp_sum.log()
+            loss = exp_sum.log().add_(highest)
             held = (~outside,)
-        return log_sum.add_(highest).sub_(label_logit).squeeze(-1), (probabilities, labels, *held)
+        return loss.sub_(label_logit).squeeze(-1), (probabilities, labels, *held)
 
     def backward(self, kept: Kept, dloss: Tensor) -> tuple[Tensor, None]:
         gradient, labels, *held = kept

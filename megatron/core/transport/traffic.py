@@ -20,9 +20,13 @@ class Moved:
     payload_bytes: int = 0
 
     def __add__(self, other: Moved) -> Moved:
+        if other is NOTHING:
+            return self
         return Moved(self.calls + other.calls, self.payload_bytes + other.payload_bytes)
 
     def __sub__(self, other: Moved) -> Moved:
+        if other is NOTHING:
+            return self
         return Moved(self.calls - other.calls, self.payload_bytes - other.payload_bytes)
 
 
@@ -56,7 +60,8 @@ class TrafficCounter:
 
     def moved(self, collective: str) -> Moved:
         """Of "all_gather", "reduce_scatter", "all_reduce" (`sum_gradients` is one) or "broadcast"."""
-        return Moved(*self._moved.get(collective, (0, 0)))
+        counted = self._moved.get(collective)
+        return NOTHING if counted is None else Moved(*counted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +85,10 @@ class Traffic:
         return self._each(operator.sub, other)
 
     def _each(self, change: Callable[[Any, Any], Any], other: Traffic) -> Traffic:
-        names = [field.name for field in dataclasses.fields(Traffic)]
-        return Traffic(**{name: change(getattr(self, name), getattr(other, name)) for name in names})
+        return Traffic(*map(change, _figures(self), _figures(other)))
+
+
+_figures = operator.attrgetter(*(field.name for field in dataclasses.fields(Traffic)))
 
 
 def traffic_of(

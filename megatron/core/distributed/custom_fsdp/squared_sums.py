@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -39,27 +40,29 @@ class SquaredSums:
     def __init__(self, parts: Sequence[Sequence[Tensor]]) -> None:
         self._num_parts, self._device = len(parts), device_of(parts)
         self._room = _room(self._device)
-        # What is widened at a time: elements, and the part that they are of. Lines that they take, as elements.
-        self._batches: list[tuple[list[Tensor], list[int], list[int]]] = []
+        # What is widened at a time: elements, and the part that they are of. What they take, with what is left of each
+        # one's last line, and which of these they are.
+        self._batches: list[tuple[list[Tensor], list[int], list[int], list[bool]]] = []
         left = 0
         for part, tensors in enumerate(parts):
             for block in (block for tensor in tensors for block in tensor.reshape(-1).split(self._room)):
                 lines = -(-len(block) // LINE) * LINE
                 if lines > left or not self._batches:
-                    self._batches.append(([], [], []))
+                    self._batches.append(([], [], [], []))
                     left = self._room
-                blocks, of_part, taken = self._batches[-1]
+                blocks, of_part, sizes, holds = self._batches[-1]
                 blocks.append(block)
                 of_part.append(part)
-                taken.append(lines)
+                rest = lines - len(block)
+                sizes += [len(block), rest] if rest else [lines]
+                holds += [True, False] if rest else [True]
                 left -= lines
 
     def __call__(self) -> Tensor:
         wide = torch.empty(self._room, dtype=torch.float64, device=self._device)
         totals = [zero := wide.new_zeros(())] * self._num_parts
-        for blocks, of_part, lines in self._batches:
-            places = wide[: sum(lines)].split(lines)
-            views = [place[: len(block)] for place, block in zip(places, blocks, strict=True)]
+        for blocks, of_part, sizes, holds in self._batches:
+            views = [*compress(wide[: sum(sizes)].split(sizes), holds)]
             torch._foreach_copy_(views, blocks)
             for part, view in zip(of_part, views, strict=True):
                 total, squares = totals[part], torch.dot(view, view)

@@ -79,7 +79,8 @@ class LanguageModelEmbedding(nn.Module):
             ids.append(position_ids.t())
         if self._as_built:
             probability = self.hidden_dropout if self.training else 0.0
-            return apply(_Embedding(self, probability), *ids, parameters=self.parameters())
+            held = (one.weight for one in (words, positions) if one is not None)
+            return apply(_Embedding(self, probability), *ids, parameters=held)
         x = words(ids[0])
         if self.factor is not None:
             x = x * self.factor
