@@ -118,7 +118,7 @@ def get_current_global_batch_size() -> int:
 
 def print_rank_0(message: Any) -> None:
     """Print on rank 0 only; before `pretrain` has started, on every rank."""
-    if _known().get("rank", 0) == 0:
+    if _known().get("rank", 0) == 0 or _is_fake():
         say(message)
 
 
@@ -130,4 +130,10 @@ def print_rank_last(message: Any) -> None:
 
 def is_last_rank() -> bool:
     """Whether this is the rank that prints losses."""
-    return bool(_known().get("rank", 0) == _known().get("world_size", 1) - 1)
+    return bool(_known().get("rank", 0) == _known().get("world_size", 1) - 1) or _is_fake()
+
+
+def _is_fake() -> bool:
+    """Whether no other rank is there to speak."""
+    ps = _known().get("parallel_state")
+    return ps is not None and ps.is_fake

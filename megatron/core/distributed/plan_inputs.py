@@ -32,14 +32,14 @@ def units_of_all_stages(
     model: DistributedDataParallel, stages: Sequence[int], described: Sequence[StageUnits] | None = None
 ) -> tuple[StageUnits, ...]:
     """Of every stage of the pipeline. stages: of this rank, by chunk. described: of all stages, by flags; what ranks
-    have built has to be that. None: what they have built. Communicates over the world.
+    have built has to be that. None: what they have built. Communicates over mp.
 
     Raises ModelError on every rank alike, naming a unit, where one was built otherwise.
     """
     own = zip(stages, model.stage_units(), strict=True)
     mine = {str(stage): dataclasses.asdict(units) for stage, units in own}
     told: dict[int, StageUnits] = {}
-    for of_rank in host_data.all_gather_json(mine, model.ps.control_group):
+    for of_rank in host_data.all_gather_json(mine, model.ps.mp_group):
         for stage, content in of_rank.items():
             units = StageUnits.of_dict(content)
             known = told.setdefault(int(stage), units)

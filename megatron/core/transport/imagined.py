@@ -21,11 +21,11 @@ from torch import Tensor
 
 from megatron.core.device import Device, imagining
 from megatron.core.transport.parallel_state import Group, ParallelState, imagined_state
-from megatron.core.transport.pending import UNDER_WAY, Imagined
+from megatron.core.transport.pending import UNDER_WAY, Call, Imagined
 from megatron.core.transport.rank_grid import PURPOSES, WorldPart
 
 _T = TypeVar("_T")
-_OF_A_COPY = [purpose for purpose in PURPOSES if purpose.name in ("mp", "expert_mp")]
+OF_A_COPY = [purpose for purpose in PURPOSES if purpose.name in ("mp", "expert_mp")]
 _Meeting = tuple[str, tuple[int, ...], int]  # purpose, ranks, how many there were before
 _Route = tuple[str, int, int]  # purpose, sender, receiver
 
@@ -48,6 +48,7 @@ class ImaginedWorld:
         self._calls: Counter[tuple[int, str]] = Counter()
         self._told: dict[_Meeting, dict[int, bytes]] = {}
         self._messages: defaultdict[_Route, deque[Tensor]] = defaultdict(deque)
+        self._first_messages: dict[_Route, Tensor] = {}
         self._left: set[int] = set()
         self._failure: BaseException | None = None
         # Whose lock the rank that runs has: not all of torch's kernels without memory are for threads.
@@ -106,6 +107,18 @@ class ImaginedWorld:
                 self._changed.wait()
         return [told[rank] for rank in speakers]
 
+    def told(self, purpose: str, ranks: tuple[int, ...], number: int) -> list[bytes]:
+        """What ranks of a copy have each said when they met for the so many-th time, before one spoke for others."""
+        told = self._told[purpose, ranks, number]
+        return [told[rank] for rank in ranks]
+
+    def first_message(self, purpose: str, source: int, target: int) -> Tensor:
+        """Of the host, between the ranks that speak for these."""
+        return self._first_messages[purpose, *self._speaking((source, target))]
+
+    def fill(self, call: Call, temporaries: tuple[Tensor, ...]) -> None:
+        """`ImaginedPeers`."""
+
     def message(self, op: str, tensor: Tensor, group: Group, place: int) -> Imagined:
         """`ImaginedPeers`."""
         if tensor.is_meta:
@@ -114,7 +127,8 @@ class ImaginedWorld:
         if op == "receive":
             return _HostMessage(self, (group.purpose, *ends[::-1]), tensor)
         with self._changed:
-            self._messages[group.purpose, *ends].append(tensor.clone())
+            self._messages[group.purpose, *ends].append(message := tensor.clone())
+            self._first_messages.setdefault((group.purpose, *ends), message)
             self._changed.notify_all()
         return UNDER_WAY
 
@@ -152,7 +166,7 @@ class _HostMessage(Imagined):
 
 def _of_a_copy(part: WorldPart, rank: int) -> tuple[int, ...]:
     """Ranks that hold, in every combination, the parts of a model."""
-    groups = [{one: ranks for ranks in part.rank_lists(purpose) for one in ranks} for purpose in _OF_A_COPY]
+    groups = [{one: ranks for ranks in part.rank_lists(purpose) for one in ranks} for purpose in OF_A_COPY]
     found, new = set[int](), {rank}
     while new:
         found |= new

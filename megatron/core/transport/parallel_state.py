@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.core.device import Device, current_device
 from megatron.core.transport.peer_loss import peer_loss_named
-from megatron.core.transport.pending import Imagined
+from megatron.core.transport.pending import Call, Imagined
 from megatron.core.transport.rank_grid import PURPOSES, Purpose, RankGrid, WorldPart
 from megatron.core.transport.shm_transport import ShmTransport, open_shm_transport
 from megatron.core.transport.traffic import TrafficCounter
@@ -39,6 +39,9 @@ class ImaginedPeers(Protocol):
 
     def all_gather(self, data: bytes, group: Group) -> list[bytes]:
         """Every rank's bytes, in group order: `host_data.all_gather_bytes`."""
+
+    def fill(self, call: Call, temporaries: tuple[Tensor, ...]) -> None:
+        """A collective has begun: values, where there is memory for them, in place of what it would have brought."""
 
     def message(self, op: str, tensor: Tensor, group: Group, place: int) -> Imagined:
         """A message under way. op: "send" or "receive". place: of the other end in the group. What is on the host
@@ -167,13 +170,18 @@ class ParallelState:
     expert_dp_rank = _Of(lambda ps: ps.expert_coordinates["dp"])
 
     @property
+    def is_fake(self) -> bool:
+        """This rank is there, and no other one (--fake-process-group): it speaks, and looks at files, for all."""
+        return self.world_group.peers is not None and not self.device.imagined
+
+    @property
     def is_first_rank(self) -> bool:
-        return self.rank == 0
+        return self.rank == 0 or self.is_fake
 
     @property
     def is_last_rank(self) -> bool:
         """The rank that prints Megatron's lines."""
-        return self.rank == self.world_size - 1
+        return self.rank == self.world_size - 1 or self.is_fake
 
 
 def init_process_group(
@@ -212,7 +220,7 @@ def destroy_process_group(ps: ParallelState) -> None:
     The barrier is needed: tearing down while a peer is still talking aborts it ("terminate called without an
     active exception"). Not for a rank that leaves because of an error: it just exits.
     """
-    if ps.world_size > 1:
+    if ps.world_size > 1 and not ps.is_fake:
         with peer_loss_named("leaving the world", "default", tuple(range(ps.world_size)), ps.rank):
             dist.barrier()
         dist.destroy_process_group()

@@ -93,7 +93,11 @@ class Call(NamedTuple):
         started = time.monotonic()
         try:
             start, finish, temporaries = prepare()
-            work = start() if group.peers is None else ARRIVED
+            if group.peers is None:
+                work = start()
+            else:
+                group.peers.fill(self, temporaries)
+                work = ARRIVED
         except RuntimeError as error:
             blame(error, op, group, started)
         pending = Pending(op, group, work, buffers + temporaries, finish)

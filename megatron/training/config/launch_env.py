@@ -28,7 +28,7 @@ class LaunchEnv:
     at MASTER_ADDR:MASTER_PORT; otherwise rank 0 does. launcher_pid: of torchrun, which lives as long as its ranks; None
     where the parent may end before them (srun, mpirun, a shell). error_file: where torchrun looks for the words of a
     rank that has failed. launch_record: the folder in which `megatron-zero launch` looks for exit records, one of each
-    attempt.
+    attempt. faked: rank and size of a world of which this process is the only one that is there, see `alone`.
     """
 
     rank: int = 0
@@ -49,6 +49,7 @@ class LaunchEnv:
     omp_num_threads: int | None = None
     error_file: str | None = None
     launch_record: str | None = None
+    faked: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> LaunchEnv:
@@ -90,6 +91,16 @@ class LaunchEnv:
                 f"LOCAL_WORLD_SIZE={env.local_world_size}: start the processes with torchrun"
             )
         return env
+
+    def alone(self) -> LaunchEnv:
+        """--fake-process-group: the variables name a rank whose place this process takes, which has no launcher."""
+        here = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+        return dataclasses.replace(self, **here, faked=(self.rank, self.world_size))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank and size of the world that is trained in."""
+        return self.faked or (self.rank, self.world_size)
 
     @property
     def record_of_attempt(self) -> str | None:

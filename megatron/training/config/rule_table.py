@@ -64,7 +64,15 @@ class RuleContext(Context):
 
     @property
     def launched_ranks(self) -> int:
-        return self.env.world_size
+        return self.env.place[1]
+
+    @property
+    def launched_rank(self) -> int:
+        return self.env.place[0]
+
+    @property
+    def under_torchrun(self) -> bool:
+        return self.env.run_id is not None
 
     def uses(self, name: str) -> bool:
         """Whether a flag that is no setting is on the command line."""

@@ -73,6 +73,11 @@ class TrainingConfig:
             ours=True,
         )
     )
+    fake_process_group: bool = arg(
+        False,
+        "run one rank by itself, RANK of WORLD_SIZE as the environment has them: it sends nothing and waits for no "
+        "peer, so its memory and its computing are those of that rank, and losses and gradient norms mean nothing",
+    )
     json: bool = arg(False, "--check-config prints one JSON object", ours=True)
     full: bool = arg(False, "--check-config prints every setting on a terminal too", ours=True)
 

@@ -105,6 +105,10 @@ PARAMETER_COUNT = (
     " > number of parameters on (tensor, pipeline) model parallel rank ({tp_rank}, {pp_rank}): {count}"
 )
 PADDED_VOCAB = " > padded vocab (size: {size}) with {dummies} dummy tokens (new size: {padded})"
+FAKE = (
+    "WARNING: --fake-process-group: rank {rank} of {ranks} runs by itself, nothing is sent and nobody waited for: "
+    "losses, gradient norms and weights mean nothing, its memory and its computing are those of that rank"
+)
 THREADS = " > threads per rank: {threads} ({cores}, {ranks}{said_by})"
 DATASETS_DONE = "> finished creating {name} datasets ..."
 PLACE = "[ t {tp}/{tp_size}, p {pp}/{pp_size} ]"

@@ -61,7 +61,8 @@ def _report_parameters(session: Session, engine: Engine) -> int:
     """Of the model. The last rank tells those of all model parallel ranks, in order. Communicates over the world."""
     count = sum(math.prod(meta.local_shape) for meta in engine.param_meta.values())
     line = metrics.PARAMETER_COUNT.format(tp_rank=session.ps.tp_rank, pp_rank=session.ps.pp_rank, count=count)
-    own = (line, count, _own_parameters(engine)) if session.ps.dp_rank == 0 else None
+    speaks = session.ps.dp_rank == 0 or session.ps.is_fake
+    own = (line, count, _own_parameters(engine)) if speaks else None
     lines, counts, shares = zip(*filter(None, session.gather(own)), strict=True)
     total = round(sum(shares))
     session.print_rank_last(*lines, brief=metrics.parameters_in_words(total, counts))

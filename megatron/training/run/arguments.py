@@ -96,6 +96,8 @@ def launch_config(
             why, fix = gone.split(": ", 1)
             raise ConfigurationError([Problem("launcher", (), why, fix)])
         line = read_command_line(words, extra_args_provider, args_defaults)
+        if line.values.get("fake_process_group"):
+            env = env.alone()
         if not (line.values.get("check_config") or line.values.get("rehearse")):
             end_at_once(functools.partial(last_words, env, line.values.get("save")))
         config, problems = _resolved(line, env, needs_data=needs_data)
@@ -247,7 +249,7 @@ def _resolved(
     profile, memory_bytes = DEVICE_PROFILES.get(values.get("device_profile") or ""), env.memory_bytes()
     has_gpu = env.gpu_present() if profile is None else profile.kind == "cuda"
     ranks_here = env.ranks_here(values.get("world_size") if check_only else None)
-    machine = Machine(env.world_size, has_gpu, memory_bytes, max(1, ranks_here))
+    machine = Machine(env.place[1], has_gpu, memory_bytes, max(1, ranks_here))
     config = resolve(values, origin, machine, extra=line.extra, warnings=tuple(warnings))
     config = dataclasses.replace(config, notes=(*notes, *config.notes))
     if not line.complete:

@@ -34,8 +34,9 @@ from megatron.core.tensor_parallel.random import fill
 from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.transport import host_data
 from megatron.core.transport.collectives import broadcast_weights, mean_over
+from megatron.core.transport.fake import FakePeers
 from megatron.core.transport.imagined import ImaginedWorld
-from megatron.core.transport.parallel_state import ParallelState
+from megatron.core.transport.parallel_state import ParallelState, imagined_state
 from megatron.training.config.config import Config
 from megatron.training.engine import Chunk, Engine
 from megatron.training.planner import Planner
@@ -167,6 +168,12 @@ def imagined_world(config: Config, rank: int = 0) -> ImaginedWorld:
     """All ranks of one copy of the model, that of `rank`, on devices of the flags' kind. Raises RankGridError."""
     kind: DeviceKind = "cuda" if config.parallel.distributed_backend == "nccl" else "cpu"
     return ImaginedWorld(config.world_part(), Device(kind, imagined=True), rank=rank)
+
+
+def fake_state(config: Config, rank: int, device: Device) -> ParallelState:
+    """Of a rank on a device that is there, whose peers are not (--fake-process-group). Raises RankGridError."""
+    peers = FakePeers(imagined_world(config, rank), device)
+    return imagined_state(config.world_part(), rank, device, peers)
 
 
 def imagined_engines(config: Config, rank: int = 0) -> dict[int, Engine]:

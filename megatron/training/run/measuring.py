@@ -54,7 +54,7 @@ class Measuring:
 
     A schedule is solved again once, at the end of the window of --zero-bubble-pipeline-timers-start-iter and -end-iter,
     by figures that all ranks have exchanged. Bubbles and residency are measured in every log interval's last iteration;
-    of residency the fullest pipeline rank by plan is told.
+    of residency the fullest pipeline rank by plan is told. Of all that a rank without peers measures nothing.
     """
 
     def __init__(self, parts: RunParts) -> None:
@@ -62,7 +62,7 @@ class Measuring:
         self._start = self._length = 0
         self._link_known = False
         self.broken_limit: str | None = None  # why the run has to end, the same on all ranks
-        if parts.pipeline.spec.residency is None:
+        if parts.pipeline.spec.residency is None or self._session.ps.is_fake:
             return
         validated = self._session.config.parallel.enable_optimizer_post_validation
         self._purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
@@ -73,7 +73,7 @@ class Measuring:
     def report_residency(self, num_microbatches: int) -> None:
         """At start-up; nothing where data parallelism moves nothing."""
         spec = self._pipeline.spec
-        if spec.residency is None or spec.stages_units is None:
+        if spec.residency is None or spec.stages_units is None or self._session.ps.is_fake:
             return
         planned = planned_residency(
             spec, num_microbatches, self._purpose, self._at_rest, self._in_bytes(spec)
@@ -88,12 +88,14 @@ class Measuring:
     def begin(self, first_iteration: int) -> None:
         """The run's first iteration is known: so is the window."""
         start, self._length = self._session.config.parallel.measured_window(first_iteration)
+        if self._session.ps.is_fake:  # of which the second step is all that anybody looks at
+            start, self._length = first_iteration, 2
         self._move_window(start)
 
     def after_step(self, task: StepTask) -> tuple[Bubbles | None, StepResidency | None]:
         """Of a log interval's last iteration, what a whole pipeline has measured of it. Communicates then over the
         world."""
-        if task.iteration % self._session.config.logging.log_interval:
+        if task.iteration % self._session.config.logging.log_interval or self._session.ps.is_fake:
             return None, None
         return self._bubbles(task), self._residency(task)
 
@@ -101,7 +103,7 @@ class Measuring:
         """Solve again where it is time. Communicates then over the world. Raises TrainingExit where ranks come to
         different plans."""
         profiler, iteration = self._pipeline.profiler, task.iteration
-        if profiler is None:
+        if profiler is None or self._session.ps.is_fake:
             return
         if not self._link_known:
             self._pipeline.measure_link()
@@ -206,8 +208,8 @@ class Measuring:
 
 def measured_exchange_wire(config: Config, ps: ParallelState) -> ExchangeWire | None:
     """By the dispatcher's own collective, and a product of a layer's tokens with a matrix [hidden, hidden]; None where
-    experts have no ranks of their own. Communicates over `ep_etp`, and over the world."""
-    if ps.experts is None or config.description is None:
+    experts have no ranks of their own, or none of these is there. Communicates over `ep_etp`, and over the world."""
+    if ps.experts is None or config.description is None or ps.is_fake:
         return None
     exchanged = (
         sum(size for key, size in piece.collectives.items() if key[:2] == ("F", EXCHANGE))

@@ -324,9 +324,10 @@ def build_runner(session: Session, engine: Engine, forward_step: ForwardStep) ->
     except OSError as error:
         raise OutputPathError(f"--log-pipeline-timeline {directory}: {error}") from None
     profiler = None
+    ps = session.ps
     if (
-        session.ps.pp_size > 1 or parallel.rank_memory_limit is not None
-    ):  # there are messages, or limits to keep to
+        ps.pp_size > 1 or parallel.rank_memory_limit is not None or ps.is_fake
+    ):  # there are messages, or limits to keep to, or bytes to show
         live, (start, end) = engine.memory_tracker.live, parallel.timers_window
         profiler = Profiler(
             session.device,

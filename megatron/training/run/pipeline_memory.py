@@ -63,6 +63,9 @@ def _limit_by_device(session: Session, planner: Planner, engine: Engine, total: 
     if parallel.enable_optimizer_post_validation:
         used += engine.optimizer.snapshot_bytes()
     told = [tuple(one) for one in session.gather([session.ps.pp_rank, used, total])]
+    if session.ps.is_fake:
+        session.print_rank_0(" > devices of other pipeline ranks are taken to be as full as this one")
+        told = [(rank, used, total) for rank in range(session.ps.pp_size)]
     planner.limit_activations(device_limits(told, percentile, planner.spec.placement.num_ranks))
     try:
         planner.plan(session.config.batch_schedule().num_microbatches(0), PlanPurpose.TRAIN)

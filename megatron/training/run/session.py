@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.device import Device
@@ -36,6 +37,7 @@ from megatron.training.planner import Planner
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.report.timers import Timers
+from megatron.training.run.build import fake_state
 from megatron.training.run.describe import described
 from megatron.training.run.measuring import measured_exchange_wire
 
@@ -63,7 +65,7 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     here.allow_tf32(config.optimizer.allow_tf32)
     if config.training.deterministic_mode:  # the call alone imports the compiler: 0.6 s
         torch.use_deterministic_algorithms(True)
-    ps, watchdog = _join_world(config, env, here)
+    ps, watchdog = (_join_world if env.faked is None else _stand_alone)(config, env, here)
     sow(config.training.seed, ps)
     assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     tokenizer = build_from_config(config.tokenizer)
@@ -116,6 +118,13 @@ def _join_world(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelS
     return ps, watchdog
 
 
+def _stand_alone(config: Config, env: LaunchEnv, here: Device) -> tuple[ParallelState, Watchdog]:
+    """--fake-process-group: the groups of a rank whose peers are not there."""
+    ps = fake_state(config, env.place[0], here)
+    say(metrics.FAKE.format(rank=ps.rank, ranks=ps.world_size))
+    return ps, Watchdog(dist.HashStore(), env.rank, env.world_size)
+
+
 def new_timers(config: Config, ps: ParallelState) -> Timers:
     """As the flags ask for them."""
     return Timers(
@@ -143,7 +152,7 @@ def _planned(config: Config, env: LaunchEnv, ps: ParallelState) -> tuple[Config,
         share = int(_OF_DEVICE * (ps.device.total_bytes() or 0)) if limit == "auto" else limit
         config = config.replace(rank_memory_limit=min(host_data.all_gather_json(share, ps.control_group)))
     validates = config.parallel.enable_optimizer_post_validation
-    reports = config.logging.report_theoretical_memory
+    reports = config.logging.report_theoretical_memory or ps.is_fake
     if config.staged_model.reads_costs or validates or reports or config.data_parallel_size > 1:
         # One rank looks: all see the same, and ranks of a machine share its cores.
         mine = as_json(described(config).description) if ps.is_first_rank else None

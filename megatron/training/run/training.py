@@ -44,7 +44,7 @@ from megatron.training.run.build import ModelProvider, UnsplittableError, build_
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
-from megatron.training.run.rehearse.rehearsal import rehearse
+from megatron.training.run.rehearse.rehearsal import rehearse, tell_of_peers
 from megatron.training.run.session import initialize
 
 _ERRORS = {
@@ -127,7 +127,8 @@ class _Run:
     """One run from its first collective to its exit status."""
 
     def __init__(self, config: Config) -> None:
-        self.env = LaunchEnv.read()
+        env = LaunchEnv.read()
+        self.env = env.alone() if config.training.fake_process_group else env
         self.folder = RunFolder(config.checkpoint.save, on_lost=self._end_aside)
         self.config = config
         self.session: Session | None = None
@@ -154,6 +155,7 @@ class _Run:
             parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
             global_vars.provide(config=config, parallel_state=ps, **parts)
             with session.watchdog.phase("build model"):
+                tell_of_peers(config, ps, model_provider, forward_step)
                 engine = build_engine(config, ps, model_provider, session.planner)
                 runner = build_runner(session, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, engine, runner)
@@ -205,7 +207,7 @@ class _Run:
         loop = self.loop
         return {
             "directory": self.folder.for_exit_record(status),
-            "rank": self.env.rank,
+            "rank": self.env.place[0],
             "iteration": None if loop is None else loop.state.iteration,
             "checkpoint": None if loop is None else loop.checkpoints.last,
             "launcher": self.env.record_of_attempt,

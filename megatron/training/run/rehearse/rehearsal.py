@@ -22,6 +22,7 @@ from megatron.core.distributed.custom_fsdp.grad_reduce_pipeline import GradReduc
 from megatron.core.distributed.custom_fsdp.shared_sums import PartialSums, SharedSums
 from megatron.core.distributed.custom_fsdp.squared_sums import SquaredSums
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.module import ModelError
 from megatron.core.optimizer.flat_update import FlatUpdate, UnalignedTails
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -29,6 +30,7 @@ from megatron.core.pipeline_parallel.plan.ir import Plan
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.tokenizers.build import build_from_config
+from megatron.core.transport.fake import FakePeers
 from megatron.core.transport.parallel_state import ParallelState, single_process
 from megatron.core.words import counted, size_text
 from megatron.estimate.peak import MemoryHolder, Peak, peak_lines
@@ -172,6 +174,30 @@ def steps_of(
     return _BuiltRank(config, ps, model_provider).run(forward_step)
 
 
+def tell_of_peers(
+    config: Config, ps: ParallelState, model_provider: ModelProvider, forward_step: ForwardStep
+) -> None:
+    """--fake-process-group: before this rank is built, all that have a part of its copy of the model are, on tensors
+    without memory, and one of each pipeline stage runs one forward: what they tell each other, this rank will hear.
+
+    Raises whatever a run would, ModelError where the forward step fails on such tensors.
+    """
+    peers = ps.world_group.peers
+    if not isinstance(peers, FakePeers) or len(peers.world.ranks) == 1:
+        return
+    built = peers.world.run(lambda one: _BuiltRank(config, one, model_provider))
+    runners = peers.world.run(lambda one: built[one.rank].runner(forward_step))
+    peers.world.keep_one_a_stage()
+    try:
+        peers.world.run(lambda one: built[one.rank].forward(runners[one.rank]))
+    except (KeyError, NotImplementedError, RuntimeError) as error:
+        raise ModelError(
+            "--fake-process-group with a pipeline: which tensors stages hand on is seen by running the forward step on "
+            f"tensors without memory and a batch of {sorted(host_batch(config, ps.device.torch_device))}, and that "
+            f"failed ({type(error).__name__}: {error}): do without values of tensors there, or without a pipeline"
+        ) from error
+
+
 class _BuiltRank:
     """One that has been built."""
 
@@ -205,12 +231,24 @@ class _BuiltRank:
             global_batch_size=lambda: batch.global_batch_size(0),
         )
 
+    def runner(self, forward_step: ForwardStep) -> PipelineRunner:
+        """Of its steps."""
+        self._publish()
+        settle(self.session, self.session.planner, self.engine)
+        return PipelineRunner(self.session, self.engine, forward_step, self.session.planner)
+
+    def forward(self, runner: PipelineRunner) -> None:
+        """Of one microbatch, through the whole pipeline."""
+        self._publish()
+        ps, config = self.session.ps, self.session.config
+        data = StepBatches(batches(config, ps.device), reads=runner.spec.reads_data(ps.pp_rank))
+        data.begin_step()
+        runner.evaluate(data, StepMetrics(ps.device.torch_device), StepTask(1, 1, ()))
+
     def run(self, forward_step: ForwardStep) -> RehearsedRank:
         """Its steps."""
-        self._publish()
-        session, engine, config = self.session, self.engine, self.session.config
-        settle(session, session.planner, engine)
-        runner = PipelineRunner(session, engine, forward_step, session.planner)
+        runner, engine = self.runner(forward_step), self.engine
+        session, config = self.session, self.session.config
         validated, ps = config.parallel.enable_optimizer_post_validation, session.ps
         state = TrainState.start(config)
         size = config.last_num_microbatches
