@@ -114,7 +114,8 @@ class ImaginedWorld:
 
     def first_message(self, purpose: str, source: int, target: int) -> Tensor:
         """Of the host, between the ranks that speak for these."""
-        return self._first_messages[purpose, *self._speaking((source, target))]
+        source, target = self._speaking((source, target))
+        return self._first_messages[purpose, source, target]
 
     def fill(self, call: Call, temporaries: tuple[Tensor, ...]) -> None:
         """`ImaginedPeers`."""

@@ -61,7 +61,7 @@ class LaunchEnv:
         if missing := [name for name, value in place.items() if value is None]:
             raise LaunchEnvError(
                 f"{missing[0]} is not set, or empty: a launcher sets RANK and WORLD_SIZE together; start the "
-                "processes with torchrun, or unset both for a single process"
+                "processes with torchrun, or unset both for a single process (--fake-process-group takes both)"
             )
         env = cls(
             rank=place["RANK"],
@@ -88,14 +88,21 @@ class LaunchEnv:
         if not 0 <= env.rank < env.world_size or not 0 <= env.local_rank < env.local_world_size:
             raise LaunchEnvError(
                 f"RANK={env.rank} of WORLD_SIZE={env.world_size}, LOCAL_RANK={env.local_rank} of "
-                f"LOCAL_WORLD_SIZE={env.local_world_size}: start the processes with torchrun"
+                f"LOCAL_WORLD_SIZE={env.local_world_size}: ranks are 0 to below the size; start the processes with "
+                "torchrun, or one by itself with --fake-process-group"
             )
         return env
 
     def alone(self) -> LaunchEnv:
-        """--fake-process-group: the variables name a rank whose place this process takes, which has no launcher."""
-        here = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-        return dataclasses.replace(self, **here, faked=(self.rank, self.world_size))
+        """--fake-process-group: the variables name a rank whose place this process takes, which has no launcher. Raises
+        LaunchEnvError."""
+        if self.local_rank:
+            raise LaunchEnvError(
+                f"LOCAL_RANK={self.local_rank} with --fake-process-group, which is one process on the first device "
+                "that it sees: CUDA_VISIBLE_DEVICES says which that is"
+            )
+        place = self.rank, self.world_size
+        return dataclasses.replace(self, rank=0, world_size=1, local_world_size=1, faked=place)
 
     @property
     def place(self) -> tuple[int, int]:

@@ -212,7 +212,7 @@ def last_words(env: LaunchEnv, save: str | None, stop: StopRequested) -> int:
     status = stopped_status(save)
     if env.local_rank == 0:
         with contextlib.suppress(OSError):
-            os.write(2, f"[rank {env.rank}] stopped (exit status {int(status)}): {stop}\n".encode())
+            os.write(2, f"[rank {env.place[0]}] stopped (exit status {int(status)}): {stop}\n".encode())
         folder = None if env.rank or save is None or is_held(Path(save)) else save
         leave_exit_json(status, str(stop), folder, rank=env.rank, launcher=env.record_of_attempt)
     return int(status)

@@ -61,15 +61,16 @@ class PlannedMemory:
                 )
 
     def report(self) -> None:
-        """--report-theoretical-memory."""
-        if not self._parts.session.config.logging.report_theoretical_memory:
+        """--report-theoretical-memory, and of a rank without peers."""
+        session = self._parts.session
+        if not session.config.logging.report_theoretical_memory and not session.ps.is_fake:
             return
         lines = [
             metrics.theoretical_memory_line(rank, *self._ranks[rank][:2]) for rank in sorted(self._ranks)
         ]
         described = self._parts.engine.is_described
         why = why_no_account(is_described=described) or "the plan does not fit"
-        self._parts.session.print_rank_0(*(lines or [f"--report-theoretical-memory: not known: {why}"]))
+        session.print_rank_0(*(lines or [f"Theoretical memory footprints are not known: {why}"]))
 
     def after_step(self, task: StepTask) -> None:
         """What the fullest pipeline rank holds of each kind at most, beside what was planned; once, when a second step

@@ -155,7 +155,8 @@ class _Run:
             parts = {"device": session.device, "tokenizer": session.tokenizer, "timers": session.timers}
             global_vars.provide(config=config, parallel_state=ps, **parts)
             with session.watchdog.phase("build model"):
-                tell_of_peers(config, ps, model_provider, forward_step)
+                if self.env.faked is not None:
+                    tell_of_peers(config, ps, model_provider, forward_step)
                 engine = build_engine(config, ps, model_provider, session.planner)
                 runner = build_runner(session, engine, forward_step)
         self.loop = TrainingLoop(session, self.signals, engine, runner)

@@ -33,7 +33,7 @@ class SomethingElseConfig:
 '''
 # Names of releases to come, and of those that a wheel of the core alone does not show.
 NAMED = """
-step-batch-size-schedule megatron-fsdp-version fake-process-group gtp-weight-remat-size moe-paged-stash
+step-batch-size-schedule megatron-fsdp-version gtp-weight-remat-size moe-paged-stash
 use-layer-wise-distributed-optimizer
 """
 

@@ -38,7 +38,11 @@ class FakeSession:
     config: object
     device: Device
     lines: list[str] = dataclasses.field(default_factory=list)
-    ps: object = dataclasses.field(default_factory=lambda: types.SimpleNamespace(pp_rank=0))
+    is_fake: bool = False
+
+    @property
+    def ps(self):
+        return types.SimpleNamespace(pp_rank=0, pp_size=2, is_fake=self.is_fake)
 
     def print_rank_0(self, *texts, brief=None):
         self.lines.extend(texts)
@@ -47,7 +51,7 @@ class FakeSession:
 
     def gather(self, value):
         _, used, total = value
-        return [value, [1, used + 5 * 2**20, total]]
+        return [value] if self.is_fake else [value, [1, used + 5 * 2**20, total]]
 
 
 def engine():
@@ -62,11 +66,11 @@ def engine():
     )
 
 
-def settle(flags, device, world_size=2, held=None):
+def settle(flags, device, world_size=2, held=None, is_fake=False):
     words = [*launch.TINY, *"--num-layers 4 --train-iters 4 --pipeline-model-parallel-size 2".split()]
     env = LaunchEnv(world_size=world_size, rank=0)
     config = described(parse_config([*words, *flags.split(), "--padded-vocab-size", "128"], env=env))
-    session, planner = FakeSession(config, device), config.planner()
+    session, planner = FakeSession(config, device, is_fake=is_fake), config.planner()
     settle_planner(session, planner, held or engine())
     return planner.spec, "\n".join(session.lines)
 
@@ -90,6 +94,14 @@ def test_layers_are_told_whether_they_keep_what_they_gathered(limit, kept):
     _, told = settle(f"{words} {limit}", Device("cpu"), world_size=4, held=held)
     assert held.chunks[0].sink.keeps_gathered == kept
     assert ("kept for W, not gathered again" in told) == kept
+
+
+def test_a_rank_without_peers_takes_their_devices_to_be_as_full_as_its_own():
+    FakeGpu.total = 100 * 2**20
+    words = "--enable-zero-bubble --zero-bubble-adaptive-memory-limit-percentile 50"
+    spec, told = settle(words, FakeGpu("cpu"), is_fake=True)
+    assert spec.limits == (40.0 * 2**20, 40.0 * 2**20)
+    assert "devices of other pipeline ranks are taken to be as full" in told
 
 
 def test_a_device_limits_zero_bubble_by_what_is_left():

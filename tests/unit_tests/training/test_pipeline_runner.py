@@ -74,7 +74,7 @@ def test_a_run_closes_its_runner_whichever_way_it_ends(monkeypatch, error):
     for name in ("publish", "provide"):
         monkeypatch.setattr(training.global_vars, name, lambda *_args, **_kwargs: None)
     run = object.__new__(training._Run)
-    run.env, run.config, run.folder = SimpleNamespace(rank=1), None, None
+    run.env, run.config, run.folder = SimpleNamespace(rank=1, faked=None), None, None
     run.signals = SignalHandler()
     with pytest.raises(FloatingPointError) if error else contextlib.nullcontext():
         assert run.run(None, None, None) == "ending"

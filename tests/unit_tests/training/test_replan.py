@@ -43,7 +43,7 @@ class World:
         self.steps, self.ran, self.window = [], {}, None
         self.said, self.hashes, self.lost = [], [], False
         ps = SimpleNamespace(
-            pp_rank=RANKS - 1, is_last_rank=True, pp_group=SimpleNamespace(ranks=range(RANKS))
+            pp_rank=RANKS - 1, is_last_rank=True, is_fake=False, pp_group=SimpleNamespace(ranks=range(RANKS))
         )
         self.session = SimpleNamespace(
             config=config,

@@ -6,6 +6,7 @@ executor are the run's own, and ranks tell each other only what they tell from h
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +172,8 @@ def steps_of(
     config: Config, ps: ParallelState, model_provider: ModelProvider, forward_step: ForwardStep
 ) -> RehearsedRank:
     """The same steps by a rank that is there, or is one of an imagined world."""
-    return _BuiltRank(config, ps, model_provider).run(forward_step)
+    own = contextvars.copy_context()  # of what user code is told
+    return own.run(lambda: _BuiltRank(config, ps, model_provider).run(forward_step))
 
 
 def tell_of_peers(
@@ -185,16 +187,16 @@ def tell_of_peers(
     peers = ps.world_group.peers
     if not isinstance(peers, FakePeers) or len(peers.world.ranks) == 1:
         return
-    built = peers.world.run(lambda one: _BuiltRank(config, one, model_provider))
-    runners = peers.world.run(lambda one: built[one.rank].runner(forward_step))
-    peers.world.keep_one_a_stage()
     try:
+        built = peers.world.run(lambda one: _BuiltRank(config, one, model_provider))
+        runners = peers.world.run(lambda one: built[one.rank].runner(forward_step))
+        peers.world.keep_one_a_stage()
         peers.world.run(lambda one: built[one.rank].forward(runners[one.rank]))
     except (KeyError, NotImplementedError, RuntimeError) as error:
         raise ModelError(
-            "--fake-process-group with a pipeline: which tensors stages hand on is seen by running the forward step on "
-            f"tensors without memory and a batch of {sorted(host_batch(config, ps.device.torch_device))}, and that "
-            f"failed ({type(error).__name__}: {error}): do without values of tensors there, or without a pipeline"
+            "--fake-process-group with a pipeline: what other stages hand on is seen by running provider and forward "
+            f"step on tensors without memory and a batch of {sorted(host_batch(config, ps.device.torch_device))}, and "
+            f"that failed ({type(error).__name__}: {error}): do without values of tensors there, or without a pipeline"
         ) from error
 
 
