@@ -220,18 +220,20 @@ class WeightGradAccumulator:
             return
         if x is not None and not isinstance(x, Tensor):
             x = x.whole()
-        if fresh is None or key in fresh:
-            if self._listener is not None:
-                overwrite = self._listener.grad_begins(key)
-        elif ends is None and main_grad.dtype is dy.dtype and self._scale == 1.0 and dy.dim() <= 2:
-            # Most of them: as `accumulate_wgrad`, in as few calls as there can be.
-            if x is None:
-                main_grad.add_(dy if dy.dim() == main_grad.dim() else dy.sum(0))
-                return
-            if x.dtype is dy.dtype and x.dim() == 2:
+        if (fresh is None or key in fresh) and self._listener is not None:
+            overwrite = self._listener.grad_begins(key)
+        # Most of them: as `accumulate_wgrad`, in as few calls as there can be.
+        common = main_grad.dtype is dy.dtype and self._scale == 1.0 and ends is None and dy.dim() <= 2
+        if common and x is None:
+            put = main_grad.copy_ if overwrite else main_grad.add_
+            put(dy if dy.dim() == main_grad.dim() else dy.sum(0))
+        elif common and x is not None and x.dtype is dy.dtype and x.dim() == 2:
+            if overwrite:
+                main_grad.addmm_(dy.t(), x, beta=0.0)
+            else:
                 main_grad.addmm_(dy.t(), x)
-                return
-        accumulate_wgrad(main_grad, x, dy, ends, overwrite=overwrite, scale=self._scale)
+        else:
+            accumulate_wgrad(main_grad, x, dy, ends, overwrite=overwrite, scale=self._scale)
         if fresh is None:
             self.done(key, self.microbatch)
 

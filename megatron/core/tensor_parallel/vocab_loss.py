@@ -56,8 +56,10 @@ class CrossEntropy(NamedTuple):
 
     def backward(self, kept: Kept, dloss: Tensor) -> tuple[Tensor, None]:
         gradient, labels, *held = kept
-        alone = gradient.new_full((1,), -1.0).expand(labels.shape)
-        gradient.scatter_add_(-1, labels, held[0].to(gradient.dtype).neg_() if held else alone)
+        if held:
+            gradient.scatter_add_(-1, labels, held[0].to(gradient.dtype).neg_())
+        else:
+            gradient.scatter_(-1, labels, -1.0, reduce="add")
         gradient.mul_(dloss.unsqueeze(-1))
         if gradient.dtype == self.dtype:
             return gradient, None

@@ -243,12 +243,11 @@ class GradReducePipeline:
             return
         self._hold(unit)  # also what no contribution came to on this rank: others may have some
         for first, *further in unit.uses:
-            grad = self._buffer.main_grad(first)
             if first in self.fresh:
-                grad.zero_()
+                self._buffer.main_grad(first).zero_()
             for key in further:
                 if key not in self.fresh:
-                    grad.add_(self._buffer.main_grad(key))
+                    self._buffer.main_grad(first).add_(self._buffer.main_grad(key))
         self.fresh.update(unit.keys)
         unit.reduced, unit.final = True, not unit.is_sharded
         unit.resting.hold()
