@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.module import MegatronModule
@@ -25,14 +25,14 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_
 
 @dataclasses.dataclass(frozen=True)
 class ObservedPart:
-    """A part of a model, to be observed.
+    """A part of a model, to be observed; of one that is not ours whole backwards alone.
 
     forward: of one microbatch, from hidden states to hidden states (None where it begins the model), or to the number
     to differentiate where it ends the model. hidden: shape and dtype of such states. main_grads: what gradients are
     accumulated in. groups: whose collectives are counted.
     """
 
-    model: MegatronModule
+    model: nn.Module
     forward: Callable[[Tensor | None], Tensor]
     hidden: Handed | None
     ends: bool
@@ -42,16 +42,17 @@ class ObservedPart:
 
 def observe(part: ObservedPart) -> ModelPiece:
     """Its figures. Runs three microbatches, the first of which makes what lasts."""
+    ours = part.model if isinstance(part.model, MegatronModule) else None
     stage = ModelStage(
         lambda _, hidden: part.forward(hidden),
-        part.model.context.grads,
+        None if ours is None else ours.context.grads,
         begins=part.hidden is None,
         ends=part.ends,
     )
     with Watch(part.model, part.main_grads) as watch:
-        _Microbatch(part, watch, stage, split=True)
+        _Microbatch(part, watch, stage, split=stage.splits)
         lasting = watch.held()
-        split, whole = (_Microbatch(part, watch, stage, split=split) for split in (True, False))
+        split, whole = (_Microbatch(part, watch, stage, split=split) for split in (stage.splits, False))
     work = split.work | {name: of_paths for name, of_paths in whole.work.items() if name == "BW"}
     paths = set[str]().union(watch.parameters, lasting, split.kept, split.filed, *work.values())
     modules = {
@@ -65,7 +66,7 @@ def observe(part: ObservedPart) -> ModelPiece:
         for path in sorted(paths)
     }
     weights = {
-        name: _weight(parameter, part.model.param_meta.get(name))
+        name: _weight(parameter, None if ours is None else ours.param_meta.get(name))
         for name, parameter in part.model.named_parameters()
     }
     moved = whole.collectives | split.collectives

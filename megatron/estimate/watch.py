@@ -17,11 +17,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.device import stands_for
+from megatron.core.distributed.custom_fsdp.gradient_sources import autograd_hook
 from megatron.core.module import MegatronModule
+from megatron.core.param_meta import GradRoute, infer_param_meta
+from megatron.core.weight_grad import WeightGradAccumulator
 from megatron.estimate.description import OUTSIDE, ComputationFigures
 
 # Where a product's factors are among its arguments; those of batches are of activations with each other.
@@ -179,18 +182,24 @@ class StorageWatch(TorchDispatchMode):
 class Watch(StorageWatch):
     """A `StorageWatch` of a model whose gradients go to buffers of this dtype, made here.
 
-    parameters: elements by path. It is the listener of the model's sink.
+    parameters: elements by path. It is the listener of the model's sink, and of what autograd accumulates.
     """
 
-    def __init__(self, model: MegatronModule, main_grads: torch.dtype) -> None:
-        named, sink = list(model.named_parameters()), model.context.grads
-        device = named[0][1].device
-        shapes = {key: meta.local_shape for meta in model.param_meta.values() for key in meta.grad_keys}
+    def __init__(self, model: nn.Module, main_grads: torch.dtype) -> None:
+        named, is_ours = list(model.named_parameters()), isinstance(model, MegatronModule)
+        device = named[0][1].device if named else torch.get_default_device()
+        metas = model.param_meta if isinstance(model, MegatronModule) else infer_param_meta(model)
+        # Of a module that is not ours nothing goes there.
+        sink = model.context.grads if isinstance(model, MegatronModule) else WeightGradAccumulator()
+        shapes = {key: meta.local_shape for meta in metas.values() for key in meta.grad_keys}
         sink.bind_new(shapes, main_grads, device)
         sink.bind(sink.main_grads, self)
         self.parameters = Counter[str]()
         for name, parameter in named:
             self.parameters[_path_of(name)] += parameter.numel()
+            if name in metas and metas[name].route is GradRoute.AUTOGRAD and parameter.requires_grad:
+                taken = autograd_hook(name, sink.main_grads[name], self, 1.0, [sink] * is_ours)
+                parameter.register_post_accumulate_grad_hook(taken)
         held = [*named, *model.named_buffers(), *sink.main_grads.items()]
         paths = {id(module): path for path, module in model.named_modules()}
         super().__init__(device, paths, ((_path_of(name), tensor) for name, tensor in held))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Chunk:
 
 @dataclasses.dataclass
 class Engine:
-    """Everything that one training step touches on this rank."""
+    """Everything that one training step touches on this rank. provider: of its modules."""
 
     chunks: tuple[Chunk, ...]
     model: DistributedDataParallel
@@ -54,6 +54,7 @@ class Engine:
     scheduler: OptimizerParamScheduler
     scaler: GradScaler
     biases: ExpertBiases
+    provider: Callable[..., nn.Module]
 
     @property
     def memory_tracker(self) -> MemoryTracker:

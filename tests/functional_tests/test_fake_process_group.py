@@ -69,3 +69,46 @@ def test_what_does_not_go_with_it_is_said_at_once():
         LaunchEnv(rank=3, world_size=8, local_rank=1, local_world_size=8).alone()
     with pytest.raises(LaunchEnvError, match="or one by itself with --fake-process-group"):
         LaunchEnv.read({"WORLD_SIZE": "8", "RANK": "8"})
+
+
+def test_a_model_that_needs_values_is_measured_alone_and_that_is_said(tmp_path):
+    """The provider of a user's own, which is described where somebody asks."""
+    script = tmp_path / "own.py"
+    script.write_text(OWN)
+    words = ["--report-theoretical-memory", "--train-iters", "3", "--log-interval", "1", "--eval-iters", "0"]
+    for needs_values in (False, True):
+        env = {"NEEDS_VALUES": "1" if needs_values else ""}
+        run = launch.ok(launch.run_forked([*SMALL, *words], script=str(script), cwd=tmp_path, env=env))
+        assert run.output.count("one model") == 1
+        said = "Theoretical memory footprints of pipeline rank 0: " in run.output
+        assert said is not needs_values
+        assert ("iteration 2, planned / measured: weights" in run.output) is not needs_values
+        assert (
+            "provider or forward step cannot be run on tensors without memory" in run.output
+        ) is needs_values
+        assert ("iteration 2; in no plan: weights" in run.output) is needs_values
+
+
+OWN = """
+import os
+from torch import nn
+import pretrain_gpt
+from megatron.core.enums import ModelType
+from megatron.training import pretrain, print_rank_0
+
+def provider(pre_process=True, post_process=True):
+    print_rank_0("one model")
+    return nn.Sequential(nn.Embedding(257, 16), nn.Linear(16, 257))
+
+def step(data_iterator, model):
+    batch = next(data_iterator)
+    if os.environ["NEEDS_VALUES"]:
+        assert int(batch["tokens"].max()) < 257
+    out = model(batch["tokens"])
+    def loss_func(out):
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+        return loss, {"lm loss": loss.detach()}
+    return out, loss_func
+
+pretrain(pretrain_gpt.train_valid_test_datasets_provider, provider, ModelType.encoder_or_decoder, step)
+"""

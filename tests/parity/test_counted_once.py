@@ -81,7 +81,7 @@ def trained(ctx):
             return output * float("nan") if len(calls) == MICROBATCHES + 2 else output, loss
 
         if kind.nan:
-            run.runner._forward_step = spoiled
+            run.runner.forward_step = spoiled
         runner = StepRunner(parts_of(run.config, run.ps, run.engine, run.runner, NanPolicy(kind.policy, 3)))
         for step in range(1, STEPS + 1):
             if kind.evaluates:

@@ -252,9 +252,9 @@ def memory_by_kind_line(
     """The most of each kind of bytes, whenever, planned and measured."""
     both = [kind for kind in planned if kind in measured]
     told = [f"{kind} {size_text(planned[kind])} / {size_text(measured[kind])}" for kind in both]
-    lines = [
-        f"memory of pipeline rank {rank} by iteration {iteration}, planned / measured: {', '.join(told)}"
-    ]
+    lines = [f"memory of pipeline rank {rank} by iteration {iteration}"]
+    if both:
+        lines[0] += f", planned / measured: {', '.join(told)}"
     for what, sizes in (("not measured", planned), ("in no plan", measured)):
         rest = [f"{kind} {size_text(size)}" for kind, size in sizes.items() if kind not in both]
         lines += [f"{what}: {', '.join(rest)}"] * bool(rest)

@@ -131,7 +131,7 @@ def build_engine(
     biases.materialise(ps.device.torch_device)
     optimizer.followers.append(biases)
     optimizer.rollback_by = RollbackBy(config.parallel.post_validation_rollback)
-    return Engine(chunks, model, meta, optimizer, scheduler, scaler, biases)
+    return Engine(chunks, model, meta, optimizer, scheduler, scaler, biases, model_provider)
 
 
 def build_chunks(

@@ -98,9 +98,7 @@ class ModelParts:
         self._config, self._groups, self._keeps_gathered = config, ps.groups.values(), keeps_gathered
         self._tp = TensorParallel.of(ps, config.parallel.sequence_parallel)
         self._experts = ExpertRanks.of(ps, config.model.moe_token_dispatcher_type)
-        dtype, sharding = params_dtype(config), config.sharding
-        of_wire = sharding is not None and sharding.main_grads is not ShardOver.NONE
-        self._main_grads = (grad_comm_dtype if of_wire else main_grad_dtype)(dtype, config.ddp)
+        self._main_grads = summed_in(config)
         # One of everything that a stage is handed.
         with torch.no_grad():
             states = _forward(config, self._built(config, pre_process=True))(None)
@@ -141,6 +139,13 @@ class ModelParts:
         seen = observe(ObservedPart(model, _forward(config, model), hidden, ends, self._main_grads, groups))
         layers = [int(number) for number in model.decoder.layers]
         return renumbered(seen, layers, range(len(layers)))
+
+
+def summed_in(config: Config) -> torch.dtype:
+    """What a rank adds up its microbatches' gradients in."""
+    sharding = config.sharding
+    of_wire = sharding is not None and sharding.main_grads is not ShardOver.NONE
+    return (grad_comm_dtype if of_wire else main_grad_dtype)(params_dtype(config), config.ddp)
 
 
 def host_batch(config: Config, device: torch.device) -> dict[str, Tensor]:

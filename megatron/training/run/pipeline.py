@@ -88,7 +88,7 @@ class PipelineRunner:
     ) -> None:
         self.profiler = profiler
         self._ps, self._timers, self._engine = session.ps, session.timers, engine
-        self._forward_step = forward_step
+        self.forward_step = forward_step
         self._per_token_loss = session.config.model.calculate_per_token_loss
         self._counted = counted(session.config.model)
         self._recorder = recorder
@@ -296,7 +296,7 @@ class PipelineRunner:
         chunk.context.loss_scale = scale
         chunk.set_input(hidden)
         with self._timers("forward-compute", log_level=2):
-            output, loss_func = self._forward_step(iter([step.batches.microbatch(microbatch)]), chunk.module)
+            output, loss_func = self.forward_step(iter([step.batches.microbatch(microbatch)]), chunk.module)
         chunk.set_input(None)
         if not chunk.spec.loss:
             return output

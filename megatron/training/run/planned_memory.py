@@ -10,17 +10,19 @@ from megatron.core.memory_tracker import GRADIENTS, PERSISTENT, TRANSIENT
 from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.words import size_text
+from megatron.estimate.description import ModelDescription, ModelPiece
 from megatron.estimate.peak import kinds_text, peak_lines
 from megatron.estimate.rank_parts import RankAccount
 from megatron.training.report import metrics
+from megatron.training.report.session import Session
 from megatron.training.run.parts import RunParts
 from megatron.training.run.rehearse.comparison import (
     account_of,
     parts_of,
     step_bytes,
     step_purpose,
-    why_no_account,
 )
+from megatron.training.run.rehearse.own_stages import own_stages
 from megatron.training.state import StepTask
 
 
@@ -33,7 +35,7 @@ class PlannedMemory:
         parallel = parts.session.config.parallel
         # Before so many steps not all is in use.
         self._behind = 2 + parallel.post_validation_after * parallel.enable_optimizer_post_validation
-        self._account = _account(parts, num_microbatches)
+        self._account, self._why = _account(parts, num_microbatches)
         # By pipeline rank: at rest, at most, and where.
         self._ranks: dict[int, tuple[int, int, str]] = {}
         if parts.session.config.description is not None:
@@ -63,21 +65,19 @@ class PlannedMemory:
     def report(self) -> None:
         """--report-theoretical-memory, and of a rank without peers."""
         session = self._parts.session
-        if not session.config.logging.report_theoretical_memory and not session.ps.is_fake:
+        if not _is_wanted(session):
             return
         lines = [
             metrics.theoretical_memory_line(rank, *self._ranks[rank][:2]) for rank in sorted(self._ranks)
         ]
-        described = self._parts.engine.is_described
-        why = why_no_account(is_described=described) or "the plan does not fit"
-        session.print_rank_0(*(lines or [f"Theoretical memory footprints are not known: {why}"]))
+        session.print_rank_0(*(lines or [f"Theoretical memory footprints are not known: {self._why}"]))
 
     def after_step(self, task: StepTask) -> None:
         """What the fullest pipeline rank holds of each kind at most, beside what was planned; once, when a second step
         has run and all is in use."""
         parts, ps = self._parts, self._parts.session.ps
         self._steps += 1
-        if self._steps != self._behind or not self._ranks:
+        if self._steps != self._behind or not (self._ranks or _is_wanted(parts.session)):
             return
         tracker, profiler = parts.engine.memory_tracker, parts.pipeline.profiler
         found = Counter(
@@ -88,8 +88,12 @@ class PlannedMemory:
         found["activations"] = 0 if step is None else step.peak_bytes
         own = None if self._account is None else self._account.most
         told = parts.session.gather([ps.pp_rank, own, dict(+found)])
-        fullest = max(self._ranks, key=lambda rank: self._ranks[rank][1])
+        if self._ranks:
+            fullest = max(self._ranks, key=lambda rank: self._ranks[rank][1])
+        else:
+            fullest = max(told, key=lambda one: sum(one[2].values()))[0]
         planned, measured = next(one[1:] for one in told if one[0] == fullest)
+        planned = planned or {}
         line = metrics.memory_by_kind_line(task.iteration, fullest, planned, measured)
         parts.session.print_rank_last(line, brief="")
         parts.reporter.writers.event(
@@ -125,17 +129,32 @@ class PlannedMemory:
         return [told]
 
 
-def _account(parts: RunParts, num_microbatches: int) -> RankAccount | None:
-    """Of this rank; None where nobody has looked at its model."""
+def _is_wanted(session: Session) -> bool:
+    """Whether somebody asks for what is planned. Only then is a user's provider called once more."""
+    return session.config.logging.report_theoretical_memory or session.ps.is_fake
+
+
+def _account(parts: RunParts, num_microbatches: int) -> tuple[RankAccount | None, str]:
+    """Of this rank; None where nobody has looked at its model, and why."""
     session, engine, spec = parts.session, parts.engine, parts.pipeline.spec
-    description = session.config.description
-    if description is None or why_no_account(is_described=engine.is_described):
-        return None
-    if spec.keeps_gathered:
+    config, rank = session.config, session.ps.rank
+    description: ModelDescription | Mapping[int, ModelPiece] | None = config.description
+    if isinstance(description, ModelDescription) and spec.keeps_gathered:
         description = description.gathered or description
+    if description is None or not (engine.is_described or _is_wanted(session)):
+        return None, "nobody asks"
+    if not engine.is_described:
+        try:
+            description = own_stages(config, spec, engine.provider, parts.pipeline.forward_step, rank=rank)
+        except Exception as error:  # of a user's code, which may do on such tensors what it wants
+            told = str(error).strip().partition("\n")[0]
+            return None, (
+                "the model is your own, and its provider or forward step cannot be run on tensors without memory "
+                f"({type(error).__name__}: {told}): what it holds is measured alone"
+            )
     try:
-        plan = parts.pipeline.planner.plan(num_microbatches, step_purpose(session.config))
-    except PlanError:  # which whoever runs it says
-        return None
-    held = parts_of(session.config, spec, description, engine.model, step_bytes(session.config, engine))
-    return account_of(plan, spec, session.ps.pp_rank, held)
+        plan = parts.pipeline.planner.plan(num_microbatches, step_purpose(config))
+    except PlanError as error:  # which whoever runs it says
+        return None, str(error)
+    held = parts_of(config, spec, description, engine.model, step_bytes(config, engine))
+    return account_of(plan, spec, session.ps.pp_rank, held), ""

@@ -39,17 +39,18 @@ def connect(
             grads = keys_of.setdefault(id(sink), (sink, {}))[1]
             grads |= {key: buffer.main_grad(key) for key in meta.grad_keys}
         if not here or meta.route is GradRoute.AUTOGRAD:
-            hook = _autograd_hook(name, buffer.main_grad(name), listener, scale, here)
+            hook = autograd_hook(name, buffer.main_grad(name), listener, scale, here)
             hooks.append(chunks.parameters[name].register_post_accumulate_grad_hook(hook))
     for sink, grads in keys_of.values():
         sink.bind(grads, listener, scale=scale)
     return hooks
 
 
-def _autograd_hook(
+def autograd_hook(
     name: str, main_grad: Tensor, listener: GradListener, scale: float, sinks: Sequence[WeightGradAccumulator]
 ) -> Callable[[Tensor], None]:
-    """sinks: of the chunks that use the parameter; the one whose B is under way files the gradient for W."""
+    """What is to be registered with a parameter whose gradient autograd accumulates. sinks: of the chunks that use the
+    parameter; the one whose B is under way files the gradient for W."""
     heard = weakref.ref(listener)  # see [Note: hooks of parameters]
 
     def take(parameter: Tensor) -> None:

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.plan.held.units import rank_units
 from megatron.core.pipeline_parallel.plan.ir import Plan, op_text
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.words import counted, size_text
-from megatron.estimate.description import ModelDescription
+from megatron.estimate.description import ModelDescription, ModelPiece
 from megatron.estimate.rank_account import rank_account
 from megatron.estimate.rank_parts import RankAccount, RankParts
 from megatron.estimate.step_watch import Seen
@@ -26,16 +26,19 @@ from megatron.training.run.describe import host_batch
 def parts_of(
     config: Config,
     spec: ScheduleSpec,
-    description: ModelDescription,
+    description: ModelDescription | Mapping[int, ModelPiece],
     model: DistributedDataParallel,
     step: Mapping[str, Mapping[str, int]] | None = None,
     *,
     drawn: int = 0,
 ) -> RankParts:
-    """Of a rank whose engine is there, on tensors with or without memory. step: what its optimizer's step takes. drawn:
-    see `RankParts`."""
-    ps, stages = model.ps, {}
+    """Of a rank whose engine is there, on tensors with or without memory. description: of the model of the flags, or of
+    a model of one's own its stages as one piece each. step: what its optimizer's step takes. drawn: see `RankParts`."""
+    ps, stages = model.ps, dict[int, Sequence[ModelPiece]]()
     for stage in spec.local_stages(ps.pp_rank):
+        if not isinstance(description, ModelDescription):
+            stages[stage] = [description[stage]]
+            continue
         one = spec.stages[stage]
         chunks = config.model.recompute_chunks(len(one.layers))
         stages[stage] = description.stage_pieces(one.layers, chunks, embeds=one.embedding, ends=one.loss)
@@ -87,11 +90,6 @@ def step_purpose(config: Config) -> PlanPurpose:
 def batch_bytes(config: Config) -> int:
     """Of a microbatch's batch, as the loader gives it."""
     return sum(tensor.nbytes for tensor in host_batch(config, torch.device("meta")).values())
-
-
-def why_no_account(*, is_described: bool) -> str:
-    """Why no account says what ranks hold; empty where one does. is_described: the model is the one of the flags."""
-    return "" if is_described else "the model is your own"
 
 
 def account_of(plan: Plan, spec: ScheduleSpec, rank: int, parts: RankParts) -> RankAccount:

@@ -34,9 +34,9 @@ from megatron.core.tokenizers.build import build_from_config
 from megatron.core.transport.fake import FakePeers
 from megatron.core.transport.parallel_state import ParallelState, single_process
 from megatron.core.words import counted, size_text
+from megatron.estimate.description import ModelDescription, ModelPiece
 from megatron.estimate.peak import MemoryHolder, Peak, peak_lines
 from megatron.estimate.step_watch import BATCHES, ENGINE, FIGURES, MESSAGES, Seen, StepWatch
-from megatron.training import global_vars
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.engine import Engine
@@ -59,8 +59,8 @@ from megatron.training.run.rehearse.comparison import (
     step_bytes,
     step_differences,
     step_purpose,
-    why_no_account,
 )
+from megatron.training.run.rehearse.own_stages import own_stages, publish_here
 from megatron.training.run.session import new_timers, with_vocabulary
 from megatron.training.run.step import StepRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
@@ -120,14 +120,11 @@ def rehearse(config: Config, model_provider: ModelProvider, forward_step: Forwar
         f"rehearsal of {counted(config.world_size, 'rank')}: {counted(STEPS, 'step')} of one rank of each of "
         f"{counted(len(ranks), 'pipeline stage')}, schedule {spec.schedule}, on tensors without memory"
     )
-    why = why_no_account(is_described=all(one.engine.is_described for one in ranks))
-    found = [] if why else compared(config, ranks)
+    found = compared(config, ranks, (model_provider, forward_step))
     for one in ranks:
         say(f"pipeline rank {one.pp_rank}: at most {size_text(one.peak.total)}, in {one.peak.operation}")
     say("\n".join(peak_lines(fullest.blame)))
-    if why:
-        say(f"not held against a plan's account: {why}")
-    elif found:
+    if found:
         more = f"; {counted(len(found) - _SHOWN, 'more line')}" if len(found) > _SHOWN else ""
         say("\n".join(("ERROR: ranks held something else than was planned:", *found[:_SHOWN])) + more)
     else:
@@ -154,12 +151,19 @@ def rehearsed(
     return sorted(found.values(), key=lambda one: one.pp_rank)
 
 
-def compared(config: Config, ranks: Sequence[RehearsedRank]) -> list[str]:
-    """`differences` of all of them."""
+def compared(
+    config: Config,
+    ranks: Sequence[RehearsedRank],
+    providers: tuple[ModelProvider, ForwardStep] | None = None,
+) -> list[str]:
+    """`differences` of all of them. providers: of a model that may be one's own."""
     spec, found = ranks[0].runner.spec, list[str]()
-    description = described_model(
-        config, ranks[0].engine.model.ps, spec.stages, keeps_gathered=spec.keeps_gathered
-    )
+    description: ModelDescription | Mapping[int, ModelPiece]
+    if providers is None or all(one.engine.is_described for one in ranks):
+        ps = ranks[0].engine.model.ps
+        description = described_model(config, ps, spec.stages, keeps_gathered=spec.keeps_gathered)
+    else:
+        description = own_stages(config, spec, *providers, rank=ranks[0].rank)
     for one in ranks:
         step = step_bytes(config, one.engine)
         parts = parts_of(config, spec, description, one.engine.model, step)
@@ -218,20 +222,7 @@ class _BuiltRank:
 
     def _publish(self) -> None:
         """What user code asks for."""
-        session, config, ps = self.session, self.session.config, self.session.ps
-        batch, place = config.batch_schedule(), {"rank": ps.rank, "world_size": ps.world_size}
-        args = {**session.settings(), **config.extra, **place, "iteration": 0, "curr_iteration": 0}
-        global_vars.provide_here(
-            **place,
-            args=SimpleNamespace(**args, consumed_train_samples=0, consumed_valid_samples=0),
-            config=config,
-            device=ps.device,
-            parallel_state=ps,
-            timers=session.timers,
-            batch_schedule=batch,
-            num_microbatches=lambda: batch.num_microbatches(0),
-            global_batch_size=lambda: batch.global_batch_size(0),
-        )
+        publish_here(self.session.config, self.session.ps, self.session.settings())
 
     def runner(self, forward_step: ForwardStep) -> PipelineRunner:
         """Of its steps."""
