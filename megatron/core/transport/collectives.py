@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -118,12 +119,13 @@ def all_to_all(
     sent: Sequence[int],
     group: Group,
     *,
+    most: int | None = None,
     async_op: bool = False,
 ) -> Pending:
     """output [sum(received), ...] <- the rows that each rank sends here, in group order; input [sum(sent), ...]: the
-    rows for each rank. Numbers of rows may be 0; what one rank sends another is what that receives from it.
-
-    What counts as moved is what leaves this rank.
+    rows for each rank. Numbers of rows may be 0; what one rank sends another is what that receives from it. What counts
+    as moved is what leaves this rank. most: rows that no rank exceeds to any other, the same on all: where it is given,
+    ranks of one host send no messages.
     """
     assert (len(output), len(input)) == (sum(received), sum(sent)), (
         f"{len(output)} rows of {received}, {len(input)} of {sent}"
@@ -132,19 +134,18 @@ def all_to_all(
     if group.size == 1:
         output.copy_(input)
         return Pending("all_to_all", group)
-    parts, own = input.split(list(sent)), group.rank
+    parts, into = input.split(list(sent)), output.split(list(received))
+    row_bytes, host = input.element_size() * math.prod(input.shape[1:]), group.shm
 
     def start() -> Running:
-        if group.backend != "gloo":
-            return dist.all_to_all_single(
-                output, input, list(received), list(sent), group.process_group, async_op=True
-            )
-        into = output.split(list(received))
-        works = exchange_uneven(into, parts, _process_group(group))
-        into[own].copy_(parts[own])
-        return works
+        if host is not None and most is not None and host.has_room(most * row_bytes):
+            return host.all_to_all(into, parts, most * row_bytes)
+        if group.backend == "gloo":
+            return exchange_uneven(into, parts, _process_group(group))
+        sizes = list(received), list(sent)
+        return dist.all_to_all_single(output, input, *sizes, group.process_group, async_op=True)
 
-    away = input.nbytes - parts[own].nbytes
+    away = input.nbytes - parts[group.rank].nbytes
     return Call("all_to_all", group, lambda: (start, None, ()), (output, input), away).launch(async_op)
 
 

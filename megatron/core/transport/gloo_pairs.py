@@ -68,8 +68,7 @@ def exchange_in_pairs(full: Sequence[Tensor], received: Sequence[Tensor], talk: 
 
 
 def exchange_uneven(received: Sequence[Tensor], sent: Sequence[Tensor], talk: dist.ProcessGroup) -> Works:
-    """sent[r] to rank r, what rank r sends here into received[r]; the own row is left alone. Empty ones do not
-    travel."""
+    """sent[r] to rank r, what rank r sends here into received[r]. Empty ones do not travel."""
     works = []
     for source, _ in _others(talk):
         if received[source].numel():
@@ -77,6 +76,7 @@ def exchange_uneven(received: Sequence[Tensor], sent: Sequence[Tensor], talk: di
     for _, target in _others(talk):
         if sent[target].numel():
             works.append(talk.send([sent[target]], target, _UNEVEN_TAG))
+    received[talk.rank()].copy_(sent[talk.rank()])
     return Works(works)
 
 

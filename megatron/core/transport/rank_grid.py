@@ -178,7 +178,7 @@ PURPOSES = (
     # Experts: who has which of them, who has which part of each, and to both together tokens are sent.
     Purpose("ep", "ep", experts=True),
     Purpose("etp", "tp", experts=True, shared_with="tp"),
-    Purpose("ep_etp", "tp-ep", experts=True, shared_with="tp"),
+    Purpose("ep_etp", "tp-ep", experts=True, shared_with="tp", shared_memory=True),
     # As the three of dense layers, for the ranks that hold the same experts.
     Purpose(
         "expert_dp_reduce",

@@ -1,4 +1,4 @@
-"""All-gathers and reduce-scatters between ranks of one host through memory that all of them see.
+"""All-gathers, reduce-scatters and exchanges of ranks of one host, through memory that all of them see.
 
 Every rank has two slots, used in turns, and two counters: the operations that it has put into its slots, and those
 that it has taken from all slots. A rank puts operation n once all others have taken n - 2, and takes it once all have
@@ -75,6 +75,10 @@ class ShmTransport:
         """Whether they go into one slot."""
         return _places(tensors)[-1] <= SLOT_BYTES
 
+    def has_room(self, most_bytes: int) -> bool:
+        """Whether every rank can send each other one so much."""
+        return _aligned(most_bytes) * len(self._peers) <= SLOT_BYTES
+
     def all_gather(self, pairs: Pairs) -> Callable[[], Operation]:
         """What starts it, as often as it is called: of each (output [size, n], input [n]), every rank's input into its
         row; an input may be that row. The inputs fit."""
@@ -117,6 +121,28 @@ class ShmTransport:
         ]
         add = functools.partial(add_in_rank_order, accumulate=accumulate)
         return functools.partial(self._start, puts, takes, add, 2 * end + 1)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], most_bytes: int) -> Operation:
+        """Starts it: inputs[r] to rank r, what rank r sends here into outputs[r]. most_bytes: that any rank sends to
+        another, the same number on all of them, so that each knows where its part begins in every slot."""
+        me, room = self._rank, _aligned(most_bytes)
+
+        def piece(slots: Sequence[Tensor], source: int, target: int, like: Tensor) -> Tensor:
+            return _piece(slots[source], room * (target - (target > source)), like)
+
+        ranks = [rank for rank in range(len(inputs)) if rank != me]
+        puts, takes = [], []
+        for slots in self._slots:
+            sent = [(rank, inputs[rank]) for rank in ranks if inputs[rank].numel()]
+            puts.append([(piece(slots, me, rank, part), part) for rank, part in sent])
+            arriving = [(rank, outputs[rank]) for rank in ranks if outputs[rank].numel()]
+            takes.append(
+                [
+                    (outputs[me], inputs[me]),
+                    *((part, piece(slots, rank, me, part)) for rank, part in arriving),
+                ]
+            )
+        return self._start(puts, takes, _copy, -room)
 
     def _start(
         self, puts: Sequence[Pairs], takes: Sequence[Sequence[Any]], take: Callable[..., None], mark: int
@@ -164,7 +190,9 @@ class ShmTransport:
         while self._to_take and all(peer[_PUT] > self._num_taken for peer in self._peers):
             operation, turn = self._to_take.popleft(), self._num_taken % 2
             marks = {peer[_MARKS + turn] for peer in self._peers}
-            assert marks == {operation.mark}, f"2 x bytes (+ 1: sums): here {operation.mark}, others {marks}"
+            assert marks == {operation.mark}, (
+                f"2 x bytes (+ 1: sums; < 0: exchanges): here {operation.mark}, others {marks}"
+            )
             for sent in operation.takes[turn]:
                 operation.take(*sent)
             self._num_taken += 1
@@ -225,7 +253,11 @@ def _copy(into: Tensor, source: Tensor) -> None:
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
     """Where they begin in a slot, one behind the other, and where the last one ends."""
-    return [0, *itertools.accumulate(one.nbytes + -one.nbytes % _ALIGNMENT for one in tensors)]
+    return [0, *itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
+
+
+def _aligned(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % _ALIGNMENT
 
 
 def _piece(slot: Tensor, place: int, like: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def measured_exchange_wire(config: Config, ps: ParallelState) -> ExchangeWire | 
         exchange, moved = functools.partial(collectives.all_gather, every, own, group), len(every)
     else:
         counts, into = (rows,) * group.size, torch.empty_like(every)
-        exchange = functools.partial(collectives.all_to_all, into, every, counts, counts, group)
+        exchange = functools.partial(collectives.all_to_all, into, every, counts, counts, group, most=rows)
         moved = len(every) - rows
     width, length = config.model.hidden_size, config.model.seq_length
     assert width is not None and length is not None, "a model without a shape"  # noqa: PT018

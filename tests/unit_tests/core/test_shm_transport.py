@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
 import signal
 import time
@@ -29,7 +30,7 @@ def by_messages(group):
 
 
 def no_message(monkeypatch) -> None:
-    for name in ("gather_in_pairs", "exchange_in_pairs", "all_reduce"):
+    for name in ("gather_in_pairs", "exchange_in_pairs", "exchange_uneven", "all_reduce"):
         monkeypatch.setattr(collectives, name, lambda *_, **__: pytest.fail("a message"))
 
 
@@ -60,7 +61,26 @@ def everything(ctx, group) -> list[torch.Tensor]:
             summed = values(30 + ctx.rank, numel * size, dtype)
             collectives.sum_gradients(summed, group).wait()
             found.append(summed)
+        found += exchanges(ctx.rank, dtype, group)
     return found
+
+
+def exchanges(rank: int, dtype: torch.dtype, group) -> list[torch.Tensor]:
+    """Rows and single values from each rank to each, 0 to 6 of them, several exchanges under way at once."""
+    ranks, received = range(group.size), []
+    rows = [[3 * (source + target) % 7 for target in ranks] for source in ranks]
+    sent, came = rows[rank], [rows[source][rank] for source in ranks]
+    pending = []
+    for width in ((), (70001,), (5, 3)):
+        given = values(40 + rank, sum(sent) * math.prod(width), dtype).view(sum(sent), *width)
+        received.append(torch.zeros(sum(came), *width, dtype=dtype))
+        most = max(map(max, rows))
+        pending.append(
+            collectives.all_to_all(received[-1], given, came, sent, group, most=most, async_op=True)
+        )
+    for exchange in pending:
+        exchange.wait()
+    return received
 
 
 @pytest.mark.grid
@@ -175,7 +195,9 @@ def test_what_does_not_fit_is_sent(monkeypatch):
 def test_ranks_that_do_different_things_hear_of_it():
     def body(ctx):
         group, numel = ctx.ps.dp_gather_group, 100 * (1 + ctx.rank)
-        with pytest.raises(AssertionError, match=r"2 x bytes \(\+ 1: sums\): here \d+, others \{\d+\}"):
+        with pytest.raises(
+            AssertionError, match=r"2 x bytes \(\+ 1: sums; < 0: exchanges\): here \d+, others \{\d+\}"
+        ):
             collectives.all_gather(torch.zeros(2 * numel), torch.zeros(numel), group)
         return True
 

@@ -62,15 +62,13 @@ def test_all_ranks_measure_one_wire_before_there_is_a_plan(dispatcher):
 
     def body(ctx):
         ps = ctx.make_ps(dp=2, experts=config.world_part().experts)
-        before = ps.ep_etp_group.traffic.moved(
-            "all_to_all" if dispatcher == "alltoall" else "all_gather"
-        ).calls
+        traffic = ps.ep_etp_group.traffic
+        kinds = "all_to_all" if dispatcher == "alltoall" else "all_gather", "all_reduce"
+        before = [traffic.moved(kind).calls for kind in kinds]
         wire = measured_exchange_wire(config, ps)
-        assert ps.ep_etp_group.traffic.moved("all_reduce").calls == 0
-        calls = ps.ep_etp_group.traffic.moved(
-            "all_to_all" if dispatcher == "alltoall" else "all_gather"
-        ).calls
-        return wire, calls - before, measured_exchange_wire(config, ctx.make_ps(dp=2)) is None
+        calls, others = (traffic.moved(kind).calls - was for kind, was in zip(kinds, before, strict=True))
+        assert others == 0
+        return wire, calls, measured_exchange_wire(config, ctx.make_ps(dp=2)) is None
 
     (wire, calls, none), other = run_ranks(body, 2)
     assert (wire, calls, none) == other

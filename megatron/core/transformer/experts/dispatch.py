@@ -123,6 +123,8 @@ class Exchanged:
         segments = [(starts[first], starts[first + len(mine)]) for first in firsts]
         self._sent = [end - start for start, end in segments for _ in range(parts)]
         counts = [rows[mine.start : mine.stop] for rows in by_rank]
+        # Rows of any rank for any other.
+        self._most = max(sum(rows[first : first + len(mine)]) for rows in by_rank for first in firsts)
         self._received = [sum(one) for one in counts]
         self.ends = tuple(itertools.accumulate(map(sum, zip(*counts, strict=True))))
         # Where each row comes from: of what is sent, the own rows, where some go to several ranks; of what arrives by
@@ -186,15 +188,15 @@ class Exchanged:
         """[own rows, ...] -> begins to send them; what they arrive in, by rank."""
         sent = own if self._out is None else own.index_select(0, self._out)
         arrived = own.new_empty(sum(self._received), *own.shape[1:])
-        counts = self._received, self._sent
-        return arrived, collectives.all_to_all(arrived, sent, *counts, self._ranks.peers, async_op=True)
+        counts, peers = (self._received, self._sent), self._ranks.peers
+        return arrived, collectives.all_to_all(arrived, sent, *counts, peers, most=self._most, async_op=True)
 
     def _start_back(self, rows: Tensor) -> Callable[[], Tensor]:
         """[rows, ...] -> begins to send them back; what returns [own rows, ...], added up over `etp`."""
         back = rows.new_empty(sum(self._sent), *rows.shape[1:])
         ordered = rows.index_select(0, self._by_rank)
-        peers, parts = self._ranks.peers, self._ranks.etp.size
-        pending = collectives.all_to_all(back, ordered, self._sent, self._received, peers, async_op=True)
+        peers, parts, counts = self._ranks.peers, self._ranks.etp.size, (self._sent, self._received)
+        pending = collectives.all_to_all(back, ordered, *counts, peers, most=self._most, async_op=True)
 
         def finish() -> Tensor:
             pending.wait()
