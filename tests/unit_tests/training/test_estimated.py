@@ -32,8 +32,8 @@ def test_the_rest_of_a_long_step_repeats_what_was_looked_at(monkeypatch, device,
     part = estimated.estimated(config, config.planner())
     monkeypatch.setattr(estimated, "_ROUNDS", 1000)
     whole = estimated.estimated(config, config.planner())
-    assert (part.microbatches, whole.microbatches) == (8, 12)
-    batches = 4 * estimated.batch_bytes(config) if device == "cpu" else 0
+    assert (part.microbatches, whole.microbatches) == (4, 12)
+    batches = 8 * estimated.batch_bytes(config) if device == "cpu" else 0
     for few, every in zip(part.ranks, whole.ranks, strict=True):
         assert abs(few.peak.total - every.peak.total) <= batches
         assert few.at_rest == every.at_rest

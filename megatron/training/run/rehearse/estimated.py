@@ -28,7 +28,7 @@ from megatron.training.run.rehearse.comparison import account_of, batch_bytes, p
 
 # What ranks hold repeats itself from a microbatch to the next, but where a schedule begins with all forwards or is
 # searched for: so many microbatches a pipeline rank are looked at, in which every rank comes to hold the most.
-_ROUNDS = 4
+_ROUNDS = 2
 
 StepParts = dict[str, dict[str, int]]
 
