@@ -172,7 +172,10 @@ class Watchdog:
 
         began = self._answered_at = time.monotonic()
         reader = threading.Thread(target=look, daemon=True)
-        reader.start()
+        try:
+            reader.start()
+        except RuntimeError as error:  # there is no memory for its stack, or no process more is allowed
+            return f"who is to blame cannot be looked up ({error}). This rank was {self._whereabouts()}"
         while reader.is_alive() and (now := time.monotonic()) < began + PATIENCE_S:
             if now > self._answered_at + self._interval_s * ANSWER_INTERVALS:
                 break
@@ -180,11 +183,13 @@ class Watchdog:
         return found[0] if found else self._store_gone("it does not answer")
 
     def _store_gone(self, why: str) -> str:
-        where = f"{self.place} {self.record().collective}".rstrip()
         return (
             f"the store is gone ({why}): its host, {self._store_host}, is lost, so who else is stuck "
-            f"cannot be told. This rank was {where}"
+            f"cannot be told. This rank was {self._whereabouts()}"
         )
+
+    def _whereabouts(self) -> str:
+        return f"{self.place} {self.record().collective}".rstrip()
 
     def _observe(self) -> tuple[dict[int, ProgressRecord], set[int]]:
         """All records, and the ranks whose record is fresh: published after we began to look, or a last word."""

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -391,6 +392,24 @@ def test_store_that_does_not_answer_does_not_hold_us_up():
     text = Watchdog(Mute(), 1, 2, interval_s=0.1).diagnose()
     assert time.monotonic() - started < 10
     assert "does not answer" in text
+
+
+def test_without_memory_for_another_thread_the_rank_still_says_where_it_was(monkeypatch):
+    """A rank that has lost a peer, itself at a limit on its data (ulimit -d), ended with a traceback."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    watchdog = Watchdog(store, 0, 2, interval_s=0.1)
+    watchdog.step(7)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        text = watchdog.diagnose()
+    watchdog.close()
+    assert text.startswith(
+        "who is to blame cannot be looked up (can't start new thread). This rank was at step 7"
+    )
 
 
 def test_store_that_answers_slowly_is_read_to_the_end():
