@@ -65,6 +65,8 @@ def test_what_does_not_go_with_it_is_said_at_once():
     assert "WORLD_SIZE and RANK are not set" in refused("", LaunchEnv())["fake-rank"].message
     under = refused("", LaunchEnv(rank=3, world_size=8, run_id="none"))
     assert "torchrun has started this one" in under["fake-rank"].message
+    under = LaunchEnv(rank=3, world_size=8, run_id="none", local_rank=1, local_world_size=2)
+    assert list(refused("", under)) == ["fake-rank"]
     with pytest.raises(LaunchEnvError, match="LOCAL_RANK=1 with --fake-process-group"):
         LaunchEnv(rank=3, world_size=8, local_rank=1, local_world_size=8).alone()
     with pytest.raises(LaunchEnvError, match="or one by itself with --fake-process-group"):

@@ -96,7 +96,7 @@ class LaunchEnv:
     def alone(self) -> LaunchEnv:
         """--fake-process-group: the variables name a rank whose place this process takes, which has no launcher. Raises
         LaunchEnvError."""
-        if self.local_rank:
+        if self.local_rank and self.run_id is None:  # under torchrun that is what is wrong
             raise LaunchEnvError(
                 f"LOCAL_RANK={self.local_rank} with --fake-process-group, which is one process on the first device "
                 "that it sees: CUDA_VISIBLE_DEVICES says which that is"
