@@ -248,3 +248,31 @@ def test_w_by_units_computes_theirs_in_the_order_filed_and_tells_which_begins():
     sink.flush(0, (0, 2))
     with pytest.raises(AssertionError, match=r"microbatches \[0\] were never computed"):
         sink.check_flushed()
+
+
+class Fresh:
+    """A listener that hears of first contributions only, which overwrite."""
+
+    def __init__(self, keys):
+        self.fresh = set(keys)
+
+    def grad_begins(self, key):
+        self.fresh.discard(key)
+        return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_put_adds_by_itself_has_the_bits_of_the_sum(dtype):
+    """The first contribution overwrites whatever is there, others are added, in the buffers' dtype or another one."""
+    shapes = {"w": (5, 4), "b": (5,), "norm": (5,)}
+    sink = WeightGradAccumulator()
+    grads = {key: torch.full(shape, torch.nan) for key, shape in shapes.items()}
+    expected = {key: torch.zeros(shape) for key, shape in shapes.items()}
+    sink.bind(grads, Fresh(shapes))
+    for microbatch in range(3):
+        x, dy = random(6, 4, dtype=dtype) + microbatch, random(6, 5, dtype=dtype)
+        for key, operands in {"w": (x, dy), "b": (None, dy), "norm": (None, dy[0])}.items():
+            sink.put(key, *operands)
+            accumulate_wgrad(expected[key], *operands)
+    for key, grad in grads.items():
+        assert torch.equal(grad, expected[key]), key

@@ -192,3 +192,10 @@ def test_frozen_parameters_put_nothing(kept):
     assert puts == other_puts
     assert all(kept in key or "output_layer" in key for key in puts)
     same((loss, grads), (other_loss, others))
+
+
+def test_a_layer_within_a_transform_of_torch_func_is_an_error():
+    """Functions are entered below torch's own `apply`, which asks whether a transform is under way."""
+    layer = tiny_model(params_dtype=torch.float32).decoder.layers["0"]
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda x: layer(x).sum())(torch.randn(SEQ, 1, 32))
