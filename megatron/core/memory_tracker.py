@@ -25,6 +25,7 @@ TRANSIENT = (
     "figures",
     "tails",
     "snapshot",
+    "saved",
 )
 GRADIENTS = ("grads", "extra")  # whole ones, and accumulators of further uses
 PLANNED = ("gathered", "grads", "extra")  # of these, that which a plan's operations take and give back

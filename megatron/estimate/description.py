@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megatron.core.models.gpt.unit_order import layer_name
 
 COMPUTATIONS = ("F", "B", "W", "BW")
+EVALUATED = "E"  # a forward without gradients, of which there is no more than the most that it has at once
 EXCHANGE = "ep_etp"  # the ranks that tokens are sent to
 OUTSIDE = "outside"  # in place of a path, of what a stage is handed
 
@@ -154,6 +155,7 @@ class ModelPiece:
             "B": filed + handed_back - kept - ends.output_bytes,
             "W": -filed,
             "BW": ends.input_bytes - kept - ends.output_bytes,
+            EVALUATED: ends.output_bytes,  # and whoever runs the stage still has what that was handed
         }[computation]
 
     def then(self, other: ModelPiece) -> ModelPiece:
@@ -186,7 +188,7 @@ class ModelPiece:
         return ModelPiece(modules, ends, most, moved, {**self.weights, **other.weights})
 
     def _most(self, other: ModelPiece, computation: str) -> int:
-        first, second = (self, other) if computation == "F" else (other, self)
+        first, second = (self, other) if computation in ("F", EVALUATED) else (other, self)
         return max(
             first.most_bytes[computation], first.left_bytes(computation) + second.most_bytes[computation]
         )
@@ -250,7 +252,7 @@ class ModelDescription:
         pieces = [renumbered(*one) for one in found]
         hidden = self.hidden_bytes
         if not pieces:  # it hands on what it gets
-            pieces = [ModelPiece({}, Ends(hidden, hidden), dict.fromkeys(COMPUTATIONS, 0))]
+            pieces = [ModelPiece({}, Ends(hidden, hidden), dict.fromkeys((*COMPUTATIONS, EVALUATED), 0))]
         kept = dataclasses.replace(pieces[0].ends, keeps_input=not embeds)  # a stage keeps what it was handed
         return [dataclasses.replace(pieces[0], ends=kept), *pieces[1:]]
 

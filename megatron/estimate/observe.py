@@ -16,7 +16,14 @@ from megatron.core.module import MegatronModule
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.transport.parallel_state import Group
-from megatron.estimate.description import ComputationFigures, Ends, ModelPiece, ModuleFigures, Weight
+from megatron.estimate.description import (
+    EVALUATED,
+    ComputationFigures,
+    Ends,
+    ModelPiece,
+    ModuleFigures,
+    Weight,
+)
 from megatron.estimate.watch import Handed, Watch, place_of
 
 _Computation = Callable[[int, Tensor | None], Tensor | None]
@@ -41,7 +48,7 @@ class ObservedPart:
 
 
 def observe(part: ObservedPart) -> ModelPiece:
-    """Its figures. Runs three microbatches, the first of which makes what lasts."""
+    """Its figures. Runs four microbatches, the first of which makes what lasts; the last is an evaluation's."""
     ours = part.model if isinstance(part.model, MegatronModule) else None
     stage = ModelStage(
         lambda _, hidden: part.forward(hidden),
@@ -53,6 +60,7 @@ def observe(part: ObservedPart) -> ModelPiece:
         _Microbatch(part, watch, stage, split=stage.splits)
         lasting = watch.held()
         split, whole = (_Microbatch(part, watch, stage, split=split) for split in (stage.splits, False))
+        evaluated = {EVALUATED: _evaluated(part, watch, stage)}
     work = split.work | {name: of_paths for name, of_paths in whole.work.items() if name == "BW"}
     paths = set[str]().union(watch.parameters, lasting, split.kept, split.filed, *work.values())
     modules = {
@@ -70,13 +78,23 @@ def observe(part: ObservedPart) -> ModelPiece:
         for name, parameter in part.model.named_parameters()
     }
     moved = whole.collectives | split.collectives
-    return ModelPiece(modules, split.ends, split.most | whole.most, moved, weights)
+    return ModelPiece(modules, split.ends, split.most | whole.most | evaluated, moved, weights)
 
 
 def _weight(parameter: Tensor, meta: ParamMeta | None) -> Weight:
     if meta is None:
         return Weight(parameter.numel(), parameter.numel())
     return Weight(parameter.numel(), math.prod(meta.global_shape), meta.expert, meta.shared)
+
+
+def _evaluated(part: ObservedPart, watch: Watch, stage: ModelStage) -> int:
+    """The most that a forward has at once, beside what it is handed."""
+    part.model.eval()
+    hidden = None if part.hidden is None else watch.hand(part.hidden)
+    with torch.no_grad(), watch.computing():
+        stage.forward(0, hidden)
+    part.model.train()
+    return watch.most
 
 
 class _Microbatch:

@@ -41,6 +41,13 @@ def step_peak(rank: int, part: str, held: Mapping[str, int]) -> Peak:
     return Peak(rank, part, "", held, tuple(holders[:MOST_HOLDERS]))
 
 
+def beside(peak: Peak, kind: str, num_bytes: int) -> Peak:
+    """With further bytes."""
+    holders = sorted((*peak.holders, MemoryHolder(kind, "", num_bytes)), key=lambda one: -one.num_bytes)
+    held = {**peak.held, kind: num_bytes}
+    return peak._replace(held=held, holders=tuple(holders[:MOST_HOLDERS]))
+
+
 def kinds_text(held: Mapping[str, int]) -> str:
     """Bytes by kind, the largest first."""
     return ", ".join(

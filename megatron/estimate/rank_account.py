@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.plan.held.sends import Key, most_sends, sen
 from megatron.core.pipeline_parallel.plan.held.units import RankUnits, StageUnits, Use
 from megatron.core.pipeline_parallel.plan.ir import BW, IS_COMPUTE, B, F, Plan, RawOp, W, op_text
 from megatron.core.pipeline_parallel.plan.residency import Residency
-from megatron.estimate.description import ModelPiece
+from megatron.estimate.description import EVALUATED, ModelPiece
 from megatron.estimate.hidden_states import (
     SharedStates,
     batch_ends,
@@ -58,7 +58,7 @@ class _AccountWalk(RowWalk):
         self, plan: Plan, rank: int, units: RankUnits, residency: Residency, parts: RankParts
     ) -> None:
         lanes = Lanes(tuple(units.stages), residency, LaneCosts())
-        super().__init__(plan.rows[rank], units, lanes, every=True)
+        super().__init__(plan.rows[rank], units, lanes, every=True, forward_only=plan.forward_only)
         self._plan, self._rank, self._parts = plan, rank, parts
         self._ranks = plan.placement.ranks()
         self.moments: list[HeldMoment] = []
@@ -219,11 +219,12 @@ class _AccountWalk(RowWalk):
         ordered = pieces if kind == F else pieces[::-1]
         if kind == W and op[4] >= 0:
             ordered = self._of_units(op, pieces)[::-1]
-        name, left, found = _NAMES[kind], 0, list[tuple[int, int]]()
+        evaluates = self._plan.forward_only
+        name, left, found = EVALUATED if evaluates else _NAMES[kind], 0, list[tuple[int, int]]()
         if len(ordered) == len(self.units.uses(op)):
             for piece in ordered:
                 found.append((left, piece.most_bytes[name]))
-                left += piece.left_bytes(name)
+                left = left * (not evaluates) + piece.left_bytes(name)
         elif ordered:
             found = [(0, self._whole[stage].most_bytes[name])]
         self._all_progress[key] = found
@@ -241,13 +242,14 @@ class _AccountWalk(RowWalk):
         given, made = (ir.RECV_F, stage, microbatch), (ir.RECV_F, stage + 1, microbatch)
         grad, handed_back = (ir.RECV_B, stage, microbatch), (ir.RECV_B, stage - 1, microbatch)
         if kind == F:
-            self._own[mine] = whole.kept_bytes - ends.keeps_input * ends.input_bytes
+            keeps = not self._plan.forward_only
+            self._own[mine] = keeps * (whole.kept_bytes - ends.keeps_input * ends.input_bytes)
             if not last:
-                self._own[mine] -= ends.keeps_output * ends.output_bytes
-                way = self._way(stage + 1)
-                shared.hold(made, ends.output_bytes, way, *([f"F{mine}"] if ends.keeps_output else []))
+                self._own[mine] -= keeps * ends.keeps_output * ends.output_bytes
+                way, keepers = self._way(stage + 1), [f"F{mine}"] * (keeps and ends.keeps_output)
+                shared.hold(made, ends.output_bytes, way, *keepers)
             if not first:
-                if ends.keeps_input:
+                if keeps and ends.keeps_input:
                     shared.hold(given, ends.input_bytes, f"F{mine}")
                 shared.let_go(given, "arriving")
         elif kind in (B, BW):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan import ir
 from megatron.estimate.description import ModelPiece
-from megatron.estimate.peak import Peak
+from megatron.estimate.peak import Peak, beside, step_peak
+
+BETWEEN_STEPS = ("evaluation", "save", "load")
 
 
 class HeldMoment(NamedTuple):
@@ -57,7 +60,7 @@ class RankParts:
 class RankAccount:
     """Of one pipeline rank, in a step after the first. at_rest: between steps, with what lasts. moments: in the order
     of the row. step: behind it, or where operations of validated steps stand, the most that each part of the
-    optimizer's step holds, by kind."""
+    optimizer's step holds, by kind. beside: the most that an evaluation, a save and a load hold."""
 
     rank: int
     row: ir.Row
@@ -65,6 +68,21 @@ class RankAccount:
     moments: tuple[HeldMoment, ...]
     step: Mapping[str, Mapping[str, int]]
     peak: Peak
+    beside: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+
+    def with_beside(
+        self, taken: Mapping[str, Mapping[str, int]], evaluation: RankAccount | None, copies: int
+    ) -> RankAccount:
+        """With what runs between steps. taken: by its name, what it takes by kind. copies: bytes that an asynchronous
+        save keeps here, which from then on are there beside everything."""
+        kept = Counter({"saved": copies})
+        held = {name: dict(Counter(self.at_rest) + Counter(kinds) + kept) for name, kinds in taken.items()}
+        if evaluation is not None:
+            held["evaluation"] = dict(Counter(evaluation.peak.held) + kept)
+        in_step = beside(self.peak, "saved", copies) if copies else self.peak
+        peaks = [in_step, *(step_peak(self.rank, *one) for one in held.items())]
+        most = max(peaks, key=lambda peak: peak.total)
+        return dataclasses.replace(self, beside=held, peak=most, at_rest=dict(Counter(self.at_rest) + kept))
 
     @property
     def most(self) -> dict[str, int]:

@@ -9,19 +9,20 @@ from typing import Any
 from megatron.core.words import size_text
 from megatron.estimate.description import ModelPiece, ModuleFigures
 from megatron.estimate.peak import Peak, peak_json
-from megatron.estimate.rank_parts import RankAccount
+from megatron.estimate.rank_parts import BETWEEN_STEPS, RankAccount
 
 
 @dataclasses.dataclass(frozen=True)
 class RankEstimate:
     """One pipeline rank, as each of its tensor and data parallel ranks holds it. stages: their numbers. at_rest: bytes
-    between steps, by kind. modules: by path."""
+    between steps, by kind. modules: by path. beside: what an evaluation, a save and a load hold at most, by kind."""
 
     rank: int
     stages: tuple[int, ...]
     at_rest: Mapping[str, int]
     peak: Peak
     modules: Mapping[str, ModuleFigures]
+    beside: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, account: RankAccount, stages: Mapping[int, Sequence[ModelPiece]]) -> RankEstimate:
@@ -30,7 +31,7 @@ class RankEstimate:
         for piece in (piece for pieces in stages.values() for piece in pieces):
             for path, figures in piece.modules.items():
                 modules[path] = modules[path].beside(figures) if path in modules else figures
-        return cls(account.rank, tuple(stages), account.at_rest, account.peak, modules)
+        return cls(account.rank, tuple(stages), account.at_rest, account.peak, modules, account.beside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,7 @@ def _rank_json(one: RankEstimate) -> dict[str, Any]:
         "allocated_peak_bytes": one.peak.total,
         "steady_allocated_bytes": sum(one.at_rest.values()),
         "by_kind": dict(one.peak.held),
+        "beside": {name: dict(held) for name, held in one.beside.items()},
         "peak": peak_json(one.peak),
         "by_module": {path: _module_json(figures) for path, figures in one.modules.items()},
     }
@@ -80,7 +82,8 @@ def _module_json(figures: ModuleFigures) -> dict[str, Any]:
 
 
 def table_lines(estimate: RunEstimate) -> list[str]:
-    """A row for neighbouring pipeline ranks that hold the same, under a heading."""
+    """A row for neighbouring pipeline ranks that hold the same, under a heading; and what any of them holds at most in
+    what runs between steps."""
     rows = [("pipeline rank", "between steps", "at most", "where")]
     facts: list[tuple[list[int], tuple[str, str, str]]] = []
     for one in estimate.ranks:
@@ -92,7 +95,12 @@ def table_lines(estimate: RunEstimate) -> list[str]:
             facts.append(([one.rank], row))
     rows += [(_span(ranks), *row) for ranks, row in facts]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    every = {
+        name: [sum(one.beside.get(name, {}).values()) for one in estimate.ranks] for name in BETWEEN_STEPS
+    }
+    told = [f"{name} {size_text(max(sizes), digits=3)}" for name, sizes in every.items() if any(sizes)]
+    return [*lines, f"at most in: {', '.join(told)}"] if told else lines
 
 
 def _span(ranks: Sequence[int]) -> str:

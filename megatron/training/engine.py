@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces, pieces_of
+from megatron.core.distributed.custom_fsdp.bucket_memory import num_bytes
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.memory_tracker import MemoryTracker
@@ -90,6 +92,27 @@ def bias_pieces(named: Mapping[str, Tensor]) -> list[LocalPiece]:
     return [
         LocalPiece(f"model.{name}", tuple(one.shape), (0,) * one.dim(), one) for name, one in named.items()
     ]
+
+
+def written_bytes(buffer: FlatBuffer, moments: int) -> int:
+    """What a rank writes of a checkpoint at most, padding included: ranks that hold the same write as much of it each,
+    to a tensor. moments: bytes of all of them here; 0: without the optimizer."""
+    elements = sum(buffer.optimizer_numel(arena) for arena in buffer.arenas if arena.trained)
+    total, share = 0.0, 1.0
+    for arena in buffer.arenas:
+        place, row = arena.place, arena.sharding
+        share = min(share, part := place.ways(row.weights) / place.dp_size)
+        total += arena.weights.nbytes * part
+        if moments and arena.trained:
+            own = moments * buffer.optimizer_numel(arena) / elements + num_bytes([arena.own_main_weights])
+            total += own * place.ways(row.optimizer) / place.dp_size
+    return math.ceil(total) + (share < 1.0) * largest_bytes(buffer)
+
+
+def largest_bytes(buffer: FlatBuffer) -> int:
+    """Of a tensor of a checkpoint, as a rank writes or reads it."""
+    width = max(arena.main_dtype.itemsize for arena in buffer.arenas)
+    return width * max(math.prod(meta.local_shape) for meta in buffer.param_meta.values())
 
 
 def weight_pieces(buffer: FlatBuffer, names: Iterable[str] | None = None) -> list[LocalPiece]:

@@ -18,6 +18,7 @@ from megatron.training.run.describe import described_model
 from megatron.training.run.rehearse.comparison import (
     account_of,
     differences,
+    evaluation_account,
     parts_of,
     step_bytes,
     step_differences,
@@ -91,7 +92,8 @@ def test_every_category_at_every_boundary(case):
         parts = parts_of(config, spec, description, mine.engine.model, step)
         account = account_of(mine.plan, spec, mine.pp_rank, parts)
         found = differences(account, mine.seen) + step_differences(mine.pp_rank, step, mine.parts)
-        return len(mine.seen), found
+        evaluation = evaluation_account(config, mine.evaluation, mine.runner.spec, mine.pp_rank, parts)
+        return len(mine.seen), found + differences(evaluation, mine.evaluated)
 
     def body(ctx):
         torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from megatron.training.run.describe import described, described_model
 from megatron.training.run.rehearse.comparison import (
     account_of,
     differences,
+    evaluation_account,
     parts_of,
     step_bytes,
     step_differences,
@@ -74,6 +75,13 @@ def account_of_steps(config, description, one):
     )
 
 
+def evaluation_differences(config, description, one):
+    spec = one.runner.spec
+    parts = parts_of(config, spec, description, one.engine.model)
+    account = evaluation_account(config, one.evaluation, spec, one.pp_rank, parts)
+    return differences(account, one.evaluated)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize(("ranks", "words"), LAYOUTS)
 def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words):
@@ -92,9 +100,8 @@ def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words
         mine = steps_of(config, ps, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
         account = account_of_steps(config, description, mine)
         step = step_bytes(config, mine.engine)
-        return len(mine.seen), differences(account, mine.seen) + step_differences(
-            mine.pp_rank, step, mine.parts
-        )
+        found = differences(account, mine.seen) + step_differences(mine.pp_rank, step, mine.parts)
+        return len(mine.seen), found + evaluation_differences(config, description, mine)
 
     for operations, found in run_ranks(body, 4, timeout=240.0):
         assert operations > 16
@@ -167,6 +174,7 @@ def test_a_step_that_is_taken_back_takes_what_was_planned():
         mine = steps_of(config, ctx.make_ps(pp=2), pretrain_gpt.model_provider, pretrain_gpt.forward_step)
         found = differences(account_of_steps(config, description, mine), mine.seen)
         step = step_bytes(config, mine.engine)
+        assert evaluation_differences(config, description, mine) == []
         return mine.parts, found + step_differences(mine.pp_rank, step, mine.parts)
 
     (first, found), (last, without_copies) = run_ranks(body, 2, timeout=120.0)

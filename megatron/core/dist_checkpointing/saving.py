@@ -273,6 +273,11 @@ class AsyncSaver:
         self._buffer: Tensor | None = None
 
     @property
+    def copied_bytes(self) -> int:
+        """Of the host copy."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    @property
     def in_flight(self) -> int | None:
         """The iteration being written. The same on every rank."""
         return None if self._pending is None else self._pending.iteration

@@ -120,7 +120,7 @@ class CoreAttention(nn.Module):
     def is_one_kernel(self, x: Tensor) -> bool:
         """Whether that is all of it, causally, for heads like x."""
         in_pieces = self.written_out or (self.dropout and self.training)
-        return x.is_cpu and not in_pieces and torch.backends.cuda.flash_sdp_enabled()
+        return kind_of(x.device) == "cpu" and not in_pieces and torch.backends.cuda.flash_sdp_enabled()
 
     def kernel_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
         """As `attend`, and what is kept."""

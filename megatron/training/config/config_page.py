@@ -92,10 +92,9 @@ def _memory(report: Report) -> str:
     peak, every = estimate.fullest, report.config.last_num_microbatches
     looked_at = f" (by {estimate.microbatches} of {every} microbatches)" * (estimate.microbatches != every)
     where = f"{peak.operation}, {peak.unit}" if peak.unit else peak.operation
-    copies = "copies that a step is taken back by, " * report.config.parallel.keeps_copies
     return (
         f"at most {size_text(peak.total, digits=3)} a rank, in {where}{looked_at}: {fit_text(estimate)}; not in it: "
-        f"{copies}what libraries and the allocator keep"
+        "what libraries and the allocator keep"
     )
 
 

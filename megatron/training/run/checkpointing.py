@@ -142,6 +142,11 @@ class Checkpointer:
         """
         return self._saved(self._async.maybe_finalize(blocking))
 
+    @property
+    def copied_bytes(self) -> int:
+        """What --async-save keeps of this rank in host memory, from the first save on."""
+        return self._async.copied_bytes
+
     def load(
         self,
         model_pieces: Sequence[LocalPiece],

@@ -58,9 +58,7 @@ class Evaluator:
     def _evaluate(self, sets: list[EvaluationSet], split: str, first: int) -> list[Evaluated]:
         """first: the sample of the split that this evaluation begins with."""
         config, session, pipeline = self._config, self._parts.session, self._parts.pipeline
-        per_batch = config.training.global_batch_size // (
-            config.training.micro_batch_size * session.ps.dp_size
-        )
+        per_batch = config.last_num_microbatches
         last, reads = first + _samples_of_one(config) - 1, pipeline.spec.reads_data(session.ps.pp_rank)
         found = []
         for held_out in sets:

@@ -12,15 +12,14 @@ from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.words import size_text
 from megatron.estimate.description import ModelDescription, ModelPiece
 from megatron.estimate.peak import kinds_text, peak_lines
-from megatron.estimate.rank_parts import RankAccount
+from megatron.estimate.rank_parts import BETWEEN_STEPS, RankAccount
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.run.parts import RunParts
 from megatron.training.run.rehearse.comparison import (
-    account_of,
+    full_account,
     parts_of,
     step_bytes,
-    step_purpose,
 )
 from megatron.training.run.rehearse.own_stages import own_stages
 from megatron.training.state import StepTask
@@ -41,7 +40,7 @@ class PlannedMemory:
         if parts.session.config.description is not None:
             own = self._account
             mine = None if own is None else [sum(own.at_rest.values()), own.peak.total, own.peak.operation]
-            steps = {} if own is None else own.step
+            steps = {} if own is None else {**own.step, **own.beside}
             by_rank: dict[int, Mapping[str, Mapping[str, int]]] = {}
             for rank, planned, step in parts.session.gather([parts.session.ps.pp_rank, mine, steps]):
                 self._ranks |= {} if planned is None else {rank: tuple(planned)}
@@ -49,16 +48,17 @@ class PlannedMemory:
             self._say_what_exceeds(by_rank)
 
     def _say_what_exceeds(self, by_rank: Mapping[int, Mapping[str, Mapping[str, int]]]) -> None:
-        """Plans are made under --rank-memory-limit, which the optimizer's step may go beyond all the same. by_rank: of
-        pipeline ranks, the most that each part of it holds, by kind."""
+        """Plans are made under --rank-memory-limit, which the optimizer's step, evaluations, saves and loads may go
+        beyond all the same. by_rank: of pipeline ranks, the most that each of them holds, by kind."""
         limit = self._parts.session.config.parallel.rank_memory_limit
         if not isinstance(limit, int):
             return
         for rank, step in by_rank.items():
             part, held = max(step.items(), key=lambda item: sum(item[1].values()), default=("", {}))
             if (total := sum(held.values())) > limit:
+                of_step = "" if part in BETWEEN_STEPS else " of the optimizer's step"
                 self._parts.session.print_rank_0(
-                    f"WARNING: --rank-memory-limit {limit}: on pipeline rank {rank} {part} of the optimizer's step "
+                    f"WARNING: --rank-memory-limit {limit}: on pipeline rank {rank} {part}{of_step} "
                     f"holds {size_text(total)} ({kinds_text(held)}), more than the limit; shard further, or raise it"
                 )
 
@@ -152,9 +152,9 @@ def _account(parts: RunParts, num_microbatches: int) -> tuple[RankAccount | None
                 "the model is your own, and its provider or forward step cannot be run on tensors without memory "
                 f"({type(error).__name__}: {told}): what it holds is measured alone"
             )
+    held = parts_of(config, spec, description, engine.model, step_bytes(config, engine))
+    own = session.ps.pp_rank, held, engine.model.buffer
     try:
-        plan = parts.pipeline.planner.plan(num_microbatches, step_purpose(config))
+        return full_account(config, parts.pipeline.planner, num_microbatches, *own), ""
     except PlanError as error:  # which whoever runs it says
         return None, str(error)
-    held = parts_of(config, spec, description, engine.model, step_bytes(config, engine))
-    return account_of(plan, spec, session.ps.pp_rank, held), ""

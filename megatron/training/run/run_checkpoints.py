@@ -198,6 +198,9 @@ class RunCheckpoints:
         with session.watchdog.phase("save"), timer, engine.model.buffer.rounded_weights():
             pieces = engine.model_pieces(), engine.optimizer.pieces()
             self._checkpointer.save(state.iteration, *pieces, common, wait=wait)
+        if session.device.kind == "cpu":  # whose memory is the host's
+            tracker = engine.memory_tracker
+            tracker.hold("saved", "", self._checkpointer.copied_bytes - tracker.live("saved"))
 
     def finish(self, *, blocking: bool = False) -> None:
         """Commit an asynchronous save whose files are written. blocking: wait for that."""

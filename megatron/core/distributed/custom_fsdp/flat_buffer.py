@@ -246,8 +246,12 @@ class FlatBuffer:
 
     def rounded_weights(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the memory tracker counts the copies that `weight_part` makes of all weights, where it makes some."""
-        arenas = (arena for arena in self.arenas if not arena.weights_rest)
-        return self._tracker.holding("casts", num_bytes(arena.weights for arena in arenas))
+        return self._tracker.holding("casts", self.rounded_bytes)
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Of weights of which the main ones alone rest."""
+        return num_bytes(arena.weights for arena in self.arenas if not arena.weights_rest)
 
     @contextlib.contextmanager
     def resting_weights(self) -> Iterator[None]:

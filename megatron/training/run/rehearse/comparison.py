@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from megatron.core.device import imagining
+from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
@@ -19,7 +21,8 @@ from megatron.estimate.rank_account import rank_account
 from megatron.estimate.rank_parts import RankAccount, RankParts
 from megatron.estimate.step_watch import Seen
 from megatron.training.config.config import Config
-from megatron.training.engine import Engine
+from megatron.training.engine import Engine, largest_bytes, written_bytes
+from megatron.training.planner import Planner
 from megatron.training.run.describe import host_batch
 
 
@@ -96,6 +99,41 @@ def account_of(plan: Plan, spec: ScheduleSpec, rank: int, parts: RankParts) -> R
     """Of a pipeline rank."""
     units = None if spec.stages_units is None else rank_units(plan.placement, spec.stages_units)[rank]
     return rank_account(plan, rank, units, spec.residency, parts)
+
+
+def evaluation_account(
+    config: Config, plan: Plan, spec: ScheduleSpec, rank: int, parts: RankParts
+) -> RankAccount:
+    """Of an evaluation by a plan of forwards. parts: of the rank in a step, whose batches are still there, and, but for
+    steps that are validated, all gradients."""
+    drawn = parts.drawn + config.last_num_microbatches
+    resting = parts.resting if config.parallel.enable_optimizer_post_validation else {}
+    return account_of(plan, spec, rank, dataclasses.replace(parts, drawn=drawn, resting=resting, step={}))
+
+
+def full_account(
+    config: Config, planner: Planner, num_microbatches: int, rank: int, parts: RankParts, buffer: FlatBuffer
+) -> RankAccount:
+    """With what runs between the steps of a run. num_microbatches: of a step, that are looked at. Raises PlanError."""
+    spec, flags = planner.spec, config.checkpoint
+    account = account_of(planner.plan(num_microbatches, step_purpose(config)), spec, rank, parts)
+    evaluation, rounded = None, buffer.rounded_bytes
+    if config.evaluation.eval_iters:
+        plan = planner.plan(num_microbatches, PlanPurpose.EVALUATE)
+        evaluation = evaluation_account(config, plan, spec, rank, parts)
+    taken = {"save": {"casts": rounded}} if flags.save is not None else {}
+    if flags.load is not None:
+        taken["load"] = {"casts": rounded, "read": largest_bytes(buffer)}
+    on_device = config.parallel.distributed_backend == "gloo"
+    return account.with_beside(taken, evaluation, saved_bytes(config, parts, buffer) if on_device else 0)
+
+
+def saved_bytes(config: Config, parts: RankParts, buffer: FlatBuffer) -> int:
+    """What --async-save keeps of a rank in host memory."""
+    flags = config.checkpoint
+    if not flags.async_save or flags.save is None:
+        return 0
+    return written_bytes(buffer, 0 if flags.no_save_optim else parts.at_rest["moments"])
 
 
 def differences(account: RankAccount, seen: Sequence[Seen]) -> list[str]:

@@ -22,9 +22,10 @@ from megatron.estimate.device_profiles import DEVICE_PROFILES
 from megatron.estimate.run_estimate import RankEstimate, RunEstimate
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.engine import largest_bytes
 from megatron.training.planner import Planner
 from megatron.training.run.build import build_chunks, build_gpt_model, imagined_world
-from megatron.training.run.rehearse.comparison import account_of, batch_bytes, parts_of, step_purpose
+from megatron.training.run.rehearse.comparison import batch_bytes, full_account, parts_of, saved_bytes
 
 # What ranks hold repeats itself from a microbatch to the next, but where a schedule begins with all forwards or is
 # searched for: so many microbatches a pipeline rank are looked at, in which every rank comes to hold the most.
@@ -44,12 +45,15 @@ def estimated(config: Config, planner: Planner) -> RunEstimate:
     if spec.keeps_gathered and description.gathered is not None:
         description = description.gathered
     counted = _microbatches(config, spec)
-    plan, ranks = planner.plan(counted, step_purpose(config)), []
+    ranks, copies = [], 0
     for rank, model in enumerate(models):
         drawn = config.last_num_microbatches - counted
         parts = parts_of(config, spec, description, model, steps[rank], drawn=drawn)
-        ranks.append(RankEstimate.of(account_of(plan, spec, rank, parts), parts.stages))
-    return RunEstimate(tuple(ranks), *_room(config, ranks), counted)
+        account = full_account(config, planner, counted, rank, parts, model.buffer)
+        ranks.append(RankEstimate.of(account, parts.stages))
+        copies = max(copies, saved_bytes(config, parts, model.buffer))
+    largest = max(largest_bytes(model.buffer) for model in models) * (config.checkpoint.save is not None)
+    return RunEstimate(tuple(ranks), *_room(config, ranks, copies or largest), counted)
 
 
 def _microbatches(config: Config, spec: ScheduleSpec) -> int:
@@ -59,20 +63,18 @@ def _microbatches(config: Config, spec: ScheduleSpec) -> int:
     return min(every, _ROUNDS * ranks) if repeats else every
 
 
-def _room(config: Config, ranks: Sequence[RankEstimate]) -> tuple[int, int | None, str]:
-    """Bytes that ranks take of a machine's memory together, bytes of a rank's device, and what that is called."""
+def _room(config: Config, ranks: Sequence[RankEstimate], saved: int) -> tuple[int, int | None, str]:
+    """Bytes that ranks take of a machine's memory together, bytes of a rank's device, and what that is called. saved:
+    of checkpoints, on the hosts of devices: copies of a rank, or a tensor on its way to a file."""
     name, is_cpu = config.training.device_profile, config.parallel.distributed_backend == "gloo"
     profile = DEVICE_PROFILES[name or "cpu"]
     here = min(config.world_size, profile.machine_ranks or config.world_size)
-    saved = ("weights", "main_weights", "moments")
-    copies = max(sum(one.at_rest.get(kind, 0) for kind in saved) for one in ranks)
-    on_host = copies * config.checkpoint.async_save
     if is_cpu:
-        together = sum(one.peak.total for one in ranks) * config.world_size // len(ranks) + on_host * here
+        together = sum(one.peak.total for one in ranks) * config.world_size // len(ranks)
         return together, LaunchEnv.memory_bytes() // here, "a rank's part of this machine"
     capacity = profile.num_bytes or device_in_use().total_bytes()
     batches = config.last_num_microbatches * batch_bytes(config)
-    return (batches + on_host) * here, capacity, name or "this machine's device"
+    return (batches + saved) * here, capacity, name or "this machine's device"
 
 
 def _steps(

@@ -28,6 +28,7 @@ from megatron.core.optimizer.flat_update import FlatUpdate, UnalignedTails
 from megatron.core.optimizer.global_norm_index import GlobalNormIndex
 from megatron.core.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.core.pipeline_parallel.plan.ir import Plan
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.tokenizers.build import build_from_config
@@ -49,12 +50,14 @@ from megatron.training.report.step_metrics import ForwardStep, StepMetrics
 from megatron.training.run.build import ModelProvider, build_engine, imagined_world
 from megatron.training.run.data import StepBatches
 from megatron.training.run.describe import described, described_model, host_batch
+from megatron.training.run.evaluate import evaluate
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.pipeline_memory import settle
 from megatron.training.run.rehearse.comparison import (
     account_of,
     differences,
+    evaluation_account,
     parts_of,
     step_bytes,
     step_differences,
@@ -88,7 +91,8 @@ STEPS = 2  # the first makes what lasts, and tells the shapes of messages
 class RehearsedRank:
     """One rank of a pipeline stage. plan: of its last step. at_rest: bytes between steps, by category. seen: behind
     each operation of the last step; behind its row, "step", the optimizer's. parts: what those of the optimizer's step
-    took at most. peak: at which it held the most, with who had it. cpu_s: of its steps."""
+    took at most. peak: at which it held the most, with who had it. cpu_s: of its steps. evaluated: behind the steps,
+    behind each operation of an evaluation by the plan `evaluation`."""
 
     rank: int
     pp_rank: int
@@ -101,6 +105,8 @@ class RehearsedRank:
     peak: Seen
     holders: tuple[MemoryHolder, ...]
     cpu_s: float
+    evaluation: Plan
+    evaluated: tuple[Seen, ...]
 
     @property
     def blame(self) -> Peak:
@@ -169,6 +175,8 @@ def compared(
         parts = parts_of(config, spec, description, one.engine.model, step)
         account = account_of(one.plan, one.runner.spec, one.pp_rank, parts)
         found += differences(account, one.seen) + step_differences(one.pp_rank, step, one.parts)
+        of_evaluation = evaluation_account(config, one.evaluation, one.runner.spec, one.pp_rank, parts)
+        found += differences(of_evaluation, one.evaluated)
     return found
 
 
@@ -269,21 +277,16 @@ class _BuiltRank:
                         pass
             for _ in steps.settle(data):
                 pass
-        spent = time.thread_time() - began
-        watch.name_holders()
-        return RehearsedRank(
-            ps.rank,
-            ps.pp_rank,
-            plan,
-            engine,
-            runner,
-            at_rest,
-            tuple(watch.seen),
-            watch.parts,
-            watch.peak,
-            tuple(watch.holders),
-            spent,
-        )
+            spent = time.thread_time() - began
+            watch.name_holders()
+            seen = tuple(watch.seen), watch.parts, watch.peak, tuple(watch.holders)
+            watch.begin()
+            held_out = StepBatches(source, reads=runner.spec.reads_data(ps.pp_rank))
+            with watch.region("evaluation"):
+                evaluate(runner, ps, held_out, StepTask(STEPS, size), size)
+        evaluation = session.planner.plan(size, PlanPurpose.EVALUATE)
+        found = plan, engine, runner, at_rest, *seen, spent, evaluation, tuple(watch.seen)
+        return RehearsedRank(ps.rank, ps.pp_rank, *found)
 
     def _watch(self) -> StepWatch:
         paths, weights = dict[int, str](), list[tuple[str, torch.Tensor]]()
