@@ -78,7 +78,7 @@ def test_twelve_lines_come_first(check):
     assert told["parameters"] == "174,615,846,912; at most 1,463,270,400 in a rank's part of the model"
     assert told["ranks"] == "1,024 = tensor 8 x data 8 x pipeline 16"
     assert re.match(
-        r"at most \S+ GiB a rank, in 0B\S+, .* \(by 64 of 192 microbatches\): .* a rank's part of",
+        r"at most \S+ GiB a rank, in 0B\S+, .* \(by 32 of 192 microbatches\): .* a rank's part of",
         told["memory"],
     )
     rows = re.findall(r"\s+(\d+)\s+(\S+) GiB\s+(\S+) GiB\s+.* in\s+\d+B", page)
