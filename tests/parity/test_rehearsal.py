@@ -32,6 +32,7 @@ LAYOUTS = (
 )
 
 EXPERTS = f"--num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 {LLAMA}"
+ROUTED = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"  # with biases to be taken back
 VALIDATED = "--enable-optimizer-post-validation --post-validation-after 0"
 INSTANCES = "--num-distributed-optimizer-instances 2"
 WHOLE = "--expert-tensor-parallel-size 1"
@@ -146,7 +147,8 @@ def test_the_estimate_has_the_step_of_the_optimizer_as_the_rehearsal_has_it(word
 
 
 @pytest.mark.parametrize(
-    "words", [f"{ZERO_3} --bf16", "--enable-zero-bubble --post-validation-rollback inverse"]
+    "words",
+    [f"{ZERO_3} --bf16", "--enable-zero-bubble --post-validation-rollback inverse", f"{SENT} {ROUTED}"],
 )
 def test_steps_that_are_validated_hold_what_was_planned(words):
     config = described(config_of(f"{PP} {VALIDATED} {words}", 4))

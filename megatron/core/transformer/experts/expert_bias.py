@@ -46,9 +46,17 @@ class ExpertBiases(Stepper):
         """Sum the step's tokens by expert. Communicates over dp."""
         if not self.routers:
             return
-        counts = torch.cat([one.context.counts.totals[one.layer, TOKENS] for one in self.routers])
+        counts = torch.cat([self._tokens(one) for one in self.routers])
         collectives.all_reduce(counts, self._dp_group)
         self._counts = list(counts.split([one.num_experts for one in self.routers]))
+
+    def _tokens(self, router: Router) -> Tensor:
+        """By expert. A router does not count tokens without values."""
+        known = router.context.counts.totals.get((router.layer, TOKENS))
+        if known is None:
+            assert router.weight.is_meta, f"layer {router.layer} has counted no tokens"
+            known = torch.zeros(router.num_experts, dtype=torch.float64, device="meta")
+        return known
 
     def step(self, divisor: float, clip_coefficient: float = 1.0) -> None:
         for bias, counts in zip(self.tensors, self._counts, strict=True):

@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.pipeline_parallel.post_validation.channel import StateChannel
 from megatron.core.pipeline_parallel.runtime.p2p import P2P
 from megatron.core.tokenizers.build import build_from_config
+from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.transport.fake import FakePeers
 from megatron.core.transport.parallel_state import ParallelState, single_process
 from megatron.core.words import counted, size_text
@@ -295,7 +296,7 @@ class _BuiltRank:
             named = [*chunk.module.named_parameters(), *chunk.module.named_buffers()]
             weights += [(name.rpartition(".")[0], tensor) for name, tensor in named]
         paths |= {id(StepBatches): BATCHES, id(P2P): MESSAGES}
-        paths |= dict.fromkeys(map(id, (StateChannel, StepMetrics)), FIGURES)
+        paths |= dict.fromkeys(map(id, (ExpertBiases, StateChannel, StepMetrics)), FIGURES)
         paths |= {id(kind): ENGINE for kind in _ENGINE}
         device = self.session.ps.device.torch_device
         return StepWatch(device, paths, weights, self.engine.memory_tracker)
