@@ -26,7 +26,7 @@ from megatron.estimate.hidden_states import (
     without_zeros,
 )
 from megatron.estimate.peak import MOST_HOLDERS, MemoryHolder, Peak, step_peak
-from megatron.estimate.rank_parts import HeldMoment, RankAccount, RankParts
+from megatron.estimate.rank_parts import SUMS, HeldMoment, RankAccount, RankParts
 
 _NAMES = {F: "F", B: "B", W: "W", BW: "BW"}
 _SENDS = (ir.SEND_F, ir.SEND_B)
@@ -112,7 +112,7 @@ class _AccountWalk(RowWalk):
         super().end(clock)
 
     def take(self, name: str) -> None:
-        """A part of the optimizer's step."""
+        """A part of what ends a step."""
         self.step[name] = dict(Counter(self._held(-1)) + Counter(self._parts.step.get(name, {})))
 
     def _decide(self, kind: int) -> None:
@@ -121,8 +121,8 @@ class _AccountWalk(RowWalk):
             self._copies = 0
             self.take("rollback")
         else:
-            self.take("grad-norm")
-            self.take("optimizer")
+            for name in (SUMS, "grad-norm", "optimizer"):
+                self.take(name)
             self._copies = self._parts.snapshot_bytes
         self._undecided = kind == ir.STEP
 

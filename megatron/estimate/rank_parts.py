@@ -27,6 +27,9 @@ class HeldMoment(NamedTuple):
         return sum(self.held.values())
 
 
+SUMS = "all-grads-sync"  # the part of a step behind its row, by the timer's name
+
+
 @dataclasses.dataclass(frozen=True)
 class RankParts:
     """What an account is made of.
@@ -37,8 +40,9 @@ class RankParts:
     the step. resting: bytes of a unit's gradients at rest that have no memory from a step's beginning to its first sum.
     slots: by unit whose weights and gradients lie in one of a double buffer, which; what would take one waits until it
     is free. drawn: microbatches of the step whose batches are there before the row begins, because the row is of its
-    last microbatches only, or are kept of a step that is not decided on. step: what parts of the optimizer's step take
-    at most beside what is there, by kind: "grad-norm", "optimizer", and "rollback" of one that is taken back.
+    last microbatches only, or are kept of a step that is not decided on. step: what parts of a step behind its row take
+    at most beside what is there, by kind: SUMS that wait for its end, "grad-norm", "optimizer", and "rollback" of
+    one that is taken back.
     """
 
     at_rest: Mapping[str, int]
@@ -59,8 +63,8 @@ class RankParts:
 @dataclasses.dataclass(frozen=True)
 class RankAccount:
     """Of one pipeline rank, in a step after the first. at_rest: between steps, with what lasts. moments: in the order
-    of the row. step: behind it, or where operations of validated steps stand, the most that each part of the
-    optimizer's step holds, by kind. beside: the most that an evaluation, a save and a load hold."""
+    of the row. step: behind it, or where operations of validated steps stand, the most that each part of what
+    ends a step holds, by kind. beside: the most that an evaluation, a save and a load hold."""
 
     rank: int
     row: ir.Row

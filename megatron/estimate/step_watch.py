@@ -34,7 +34,7 @@ _TRACKED = (
     "snapshot",
     *_STEP_KINDS,
 )  # of what operations make, that which the tracker counts too
-_OF_STEP = ("casts", "snapshot", *_STEP_KINDS)
+_OF_STEP, _OF_SUMS = ("casts", "snapshot", *_STEP_KINDS), ("exchange", "packed")
 # Texts of operations by which steps are validated.
 _STEP, _VALIDATE, _SENDS_STATE = (ir.NAMES[kind] for kind in (ir.STEP, ir.VALIDATE, ir.SEND_STATE))
 
@@ -110,7 +110,7 @@ class StepWatch(StorageWatch):
     """Inside `with`, in this thread. tracker: of the engine, whose gathered weights and gradients no operation makes.
 
     seen: of the step, what is held behind each operation that ran as a `region`. peak: the most at once since `begin`,
-    whose operation is the one under way; holders: who had it. parts: of the optimizer's step, by name, what the tracker
+    whose operation is the one under way; holders: who had it. parts: of what ends a step, by name, what the tracker
     counted at most of what they take, and what it did not (temporaries).
     """
 
@@ -155,7 +155,7 @@ class StepWatch(StorageWatch):
         """An operation of the row, which may be one of those by which steps are validated: what the parts of the
         optimizer's step take in it."""
         if operation.endswith(_STEP) or _SENDS_STATE in operation:
-            names = {"figures": "grad-norm"}
+            names = dict.fromkeys(_OF_STEP, "optimizer") | {"figures": "grad-norm"}
         elif operation.endswith(_VALIDATE):
             names = dict.fromkeys(_OF_STEP, "rollback")
         else:
@@ -164,17 +164,18 @@ class StepWatch(StorageWatch):
         with self.part(operation):
             yield
         for kind, size in self.parts.pop(operation).items():
-            if kind != "temporaries":
-                self.parts.setdefault(names.get(kind, "optimizer"), {})[kind] = size
+            if kind in names:
+                self.parts.setdefault(names[kind], {})[kind] = size
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """A part of a step, of which all begin and end outside of the row."""
+        kinds = (*_OF_STEP, *_OF_SUMS)
         self._tracker.reset_peaks()
-        held = {kind: self._tracker.live(kind) for kind in _OF_STEP}
+        held = {kind: self._tracker.live(kind) for kind in kinds}
         before = self._temporaries = self._untracked()
         yield
-        most = {kind: self._tracker.peak(kind) - held[kind] for kind in _OF_STEP}
+        most = {kind: self._tracker.peak(kind) - held[kind] for kind in kinds}
         most["temporaries"] = self._temporaries - before
         self.parts[name] = {kind: size for kind, size in most.items() if size}
 

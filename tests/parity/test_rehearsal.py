@@ -6,6 +6,7 @@ import pretrain_gpt
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.pipeline_parallel.plan.ir import op_text
 from megatron.estimate.peak import peak_lines
+from megatron.estimate.rank_parts import SUMS
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.run.arguments import parse_config
 from megatron.training.run.build import imagined_world
@@ -107,6 +108,31 @@ def test_account_and_rehearsal_and_run_agree_behind_every_operation(ranks, words
     for operations, found in run_ranks(body, 4, timeout=240.0):
         assert operations > 16
         assert found == []
+
+
+SUMS_AT_THE_END = (
+    (
+        8,
+        f"{PP} --use-custom-fsdp --data-parallel-sharding-strategy optim",
+        "exchange",
+    ),  # tied ends wait for each other
+    (8, f"{PP} {ZERO_3} --bf16 --grad-reduce-in-bf16", "exchange"),
+    (8, f"{PP} {TP} --sequence-parallel {ZERO_3} --bf16", "packed"),
+    (
+        4,
+        f"{PP} --use-distributed-optimizer --enable-zero-bubble {VALIDATED} --bf16 --grad-reduce-in-bf16",
+        "exchange",
+    ),
+)
+
+
+@pytest.mark.parametrize(("ranks", "words", "kind"), SUMS_AT_THE_END)
+def test_what_waits_for_the_end_of_a_step_is_in_the_account(ranks, words, kind):
+    config = config_of(words, ranks)
+    together = rehearsed(config, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    assert compared(config, together) == []
+    for one, account in accounts_of(config, together):
+        assert account.step[SUMS][kind] >= one.parts[SUMS][kind] > 0
 
 
 @pytest.mark.grid

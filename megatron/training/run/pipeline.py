@@ -155,6 +155,7 @@ class PipelineRunner:
         assert self._step is not None, "no step is under way"
         if self.spec.residency is not None:
             self._engine.model.reductions.check_reduced()
+            self._engine.model.reductions.wait_for_all()  # what comes now is behind the row, in plans' bytes too
         with self._timers("all-grads-sync", log_level=2):
             self._engine.model.finish()
             self._engine.biases.gather()

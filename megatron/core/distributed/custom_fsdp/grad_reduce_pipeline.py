@@ -24,7 +24,6 @@ these are waited for at points that all ranks reach alike. A contribution waits 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -32,12 +31,11 @@ from torch import Tensor
 
 from megatron.core.distributed.custom_fsdp.bucket_memory import ArenaGroups, BucketMemory, trained
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
-from megatron.core.distributed.custom_fsdp.shared_sums import PartialSums, SharedSums
+from megatron.core.distributed.custom_fsdp.shared_sums import ModelParallelSums
 from megatron.core.distributed.custom_fsdp.squared_sums import nonfinite_place
 from megatron.core.distributed.custom_fsdp.transient_memory import (
     AllocatedMemory,
     RestingGrads,
-    with_memory,
 )
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.module import ModelError
@@ -105,8 +103,7 @@ class GradReducePipeline:
         ps: ParallelState,
     ) -> None:
         self._buffer, self._memory, self._tracker = buffer, memory, tracker
-        self._partial = PartialSums(buffer, ps.tp_group, tracker=tracker)
-        self._shared = SharedSums(buffer, ps.embedding_group, tracker=tracker)
+        self.model_parallel_sums = ModelParallelSums(buffer, ps, tracker)
         self.units = [GradState(name, buffer, tracker) for name in units]
         self._order = [self.units[unit] for unit in order]
         self._of_key = {key: unit for unit in self.units for key in unit.keys}
@@ -190,6 +187,10 @@ class GradReducePipeline:
         ]
         assert not left, f"no operation of the plan has reduced {left}"
 
+    def wait_for_all(self) -> None:
+        """That is under way. Raises PeerLostError."""
+        self._wait_for(self._under_way.every())
+
     def finish(self) -> None:
         """After the last contribution: what nobody has reduced is, and all is complete where the optimizer reads it.
         Under a plan nothing is left to reduce (`check_reduced`)."""
@@ -198,28 +199,15 @@ class GradReducePipeline:
         for unit in self._order:
             if not (unit.reduced and unit.keys <= self.fresh):
                 self._start(unit)
-        if self._shared.whole:
-            self._shared.add()
+        self.model_parallel_sums.before_data_parallel()
         for unit in self._order:
             self._launch(unit, unit.last_sums, inner=True)
         for unit in self._order:
             late = unit.last_outer if unit.summed_outer else unit.outer + unit.last_outer
             self._start_outer(unit, late)
-        self._wait_for(self._under_way.every())
-        if not self._shared.whole:
-            self._shared.add()
-        self._partial.add()
+        self.wait_for_all()
+        self.model_parallel_sums.after_data_parallel()
         self.is_stepping = False
-
-    def exchange_bytes(self, unit: int, *, outer: bool = False, again: bool = False) -> int:
-        """What summing a unit takes beside its gradients while it is under way, by the tracker's "exchange". again: it
-        was summed in this step before."""
-        one = self.units[unit]
-        sums, add = one.outer if outer else one.sums, again and one.is_sharded and not outer
-        with contextlib.ExitStack() as stack:
-            for grads in (*one.fulls, *one.shards):
-                stack.enter_context(with_memory(grads))
-            return sum(collectives.temporary_bytes(what, group, accumulate=add) for group, what in sums)
 
     def resting_bytes(self, unit: int) -> int:
         """What its gradients at rest take that have no memory from a step's beginning to the unit's first sum."""

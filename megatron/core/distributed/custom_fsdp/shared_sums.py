@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
 from megatron.core.memory_tracker import MemoryTracker
 from megatron.core.param_meta import region_parts
 from megatron.core.transport import collectives, host_data
-from megatron.core.transport.parallel_state import Group
+from megatron.core.transport.parallel_state import Group, ParallelState
 
 MAX_PACKED = 16 * 2**20  # elements of the packed buffer: 64 MiB in fp32, large enough for any link
 
@@ -38,6 +39,30 @@ class _Pack:
 
     items: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
     numel: int = 0
+
+
+class ModelParallelSums:
+    """Both kinds, at the end of a step. tracker: is told of what they take beside gradients. Communicates over
+    embedding and tp."""
+
+    def __init__(self, buffer: FlatBuffer, ps: ParallelState, tracker: MemoryTracker) -> None:
+        self._partial = PartialSums(buffer, ps.tp_group, tracker=tracker)
+        self._shared = SharedSums(buffer, ps.embedding_group, tracker=tracker)
+
+    def before_data_parallel(self) -> None:
+        """What is added before sums over data parallel ranks. Raises PeerLostError."""
+        if self._shared.whole:
+            self._shared.add()
+
+    def after_data_parallel(self) -> None:
+        """What is added once these are complete. Raises PeerLostError."""
+        if not self._shared.whole:
+            self._shared.add()
+        self._partial.add()
+
+    def most_bytes(self) -> dict[str, int]:
+        """That are taken at once, by the tracker's categories."""
+        return dict(self._shared.most_bytes() | self._partial.most_bytes())
 
 
 class PartialSums:
@@ -84,10 +109,23 @@ class PartialSums:
             pack.items.append((piece, pack.numel + self._group.rank // copies * piece.numel()))
             pack.numel += slots * piece.numel()
 
+    def _numels(self, packs: list[_Pack]) -> list[int]:
+        """Elements that travel, in multiples of the group's size."""
+        return [math.ceil(pack.numel / self._group.size) * self._group.size for pack in packs]
+
+    def most_bytes(self) -> Counter[str]:
+        """Of the packed buffer, and of what sums of it take, at once."""
+        most = Counter[str]()
+        for dtype, packs in self._packs.items():
+            for numel in self._numels(packs):
+                flat = torch.empty(numel, dtype=dtype, device="meta")
+                most |= Counter(packed=flat.nbytes, exchange=_sum_bytes(flat, self._group))
+        return most
+
     def add(self) -> None:
         """Every partial region holds the sum over its copies. Raises PeerLostError."""
         for dtype, packs in self._packs.items():
-            numels = [math.ceil(pack.numel / self._group.size) * self._group.size for pack in packs]
+            numels = self._numels(packs)
             with self._tracker.holding("packed", max(numels) * dtype.itemsize):
                 packed = torch.empty(max(numels), dtype=dtype, device=packs[0].items[0][0].device)
                 for pack, numel in zip(packs, numels, strict=True):
@@ -122,10 +160,20 @@ class SharedSums:
         self._grads = [grad for grad in grads if grad is not None]
         _assert_agreed([names, [grad.numel() for grad in self._grads]], group, "shared parameters")
 
+    def most_bytes(self) -> Counter[str]:
+        """Of what a sum takes beside the gradient."""
+        shapes = [torch.empty(grad.shape, dtype=grad.dtype, device="meta") for grad in self._grads]
+        return Counter(exchange=max((_sum_bytes(flat, self._group) for flat in shapes), default=0))
+
     def add(self) -> None:
         """Every shared parameter's gradient holds the sum over its uses. Raises PeerLostError."""
         for grad in self._grads:
             _sum(grad, self._group, self._tracker)
+
+
+def _sum_bytes(flat: Tensor, group: Group) -> int:
+    """What a sum of such a tensor takes beside it."""
+    return collectives.temporary_bytes(flat.view(-1), group, accumulate=False)
 
 
 def _sum(flat: Tensor, group: Group, tracker: MemoryTracker) -> None:

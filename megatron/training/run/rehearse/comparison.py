@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.device import imagining
 from megatron.core.distributed.custom_fsdp.flat_buffer import FlatBuffer
+from megatron.core.distributed.custom_fsdp.reduction_bytes import exchange_bytes, finish_bytes
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.pipeline_parallel.plan.held.units import rank_units
@@ -18,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.words import counted, size_text
 from megatron.estimate.description import ModelDescription, ModelPiece
 from megatron.estimate.rank_account import rank_account
-from megatron.estimate.rank_parts import RankAccount, RankParts
+from megatron.estimate.rank_parts import SUMS, RankAccount, RankParts
 from megatron.estimate.step_watch import Seen
 from megatron.training.config.config import Config
 from megatron.training.engine import Engine, largest_bytes, written_bytes
@@ -47,8 +48,8 @@ def parts_of(
         stages[stage] = description.stage_pieces(one.layers, chunks, embeds=one.embedding, ends=one.loss)
     reductions, names = model.reductions, [unit.name for unit in model.units]
     exchange = {
-        (name, outer, again): reductions.exchange_bytes(number, outer=outer, again=again)
-        for number, name in enumerate(names)
+        (unit.name, outer, again): exchange_bytes(unit, outer=outer, again=again)
+        for unit in reductions.units
         for outer, again in ((False, False), (False, True), (True, False))
     }
     resting = {name: reductions.resting_bytes(number) for number, name in enumerate(names)}
@@ -62,17 +63,18 @@ def parts_of(
 
 
 def step_bytes(config: Config, engine: Engine) -> dict[str, dict[str, int]]:
-    """What the step of an engine's optimizer takes."""
+    """What ends a step: sums that wait for its end, and the optimizer's step."""
     counts, device = config.logging.log_num_zeros_in_grad, engine.model.ps.device
     snapshot = config.parallel.enable_optimizer_post_validation
     with imagining(device):
-        return engine.optimizer.step_bytes(count_zero_grads=counts, snapshot=snapshot)
+        sums = {SUMS: finish_bytes(engine.model.reductions)}
+        return sums | engine.optimizer.step_bytes(count_zero_grads=counts, snapshot=snapshot)
 
 
 def step_differences(
     rank: int, step: Mapping[str, Mapping[str, int]], seen: Mapping[str, Mapping[str, int]]
 ) -> list[str]:
-    """A line for each kind of bytes of which a part of the optimizer's step took something else. step: `step_bytes`.
+    """A line for each kind of bytes of which a part of what ends a step took something else. step: `step_bytes`.
     seen: what a watch has seen of the parts; of validated steps "rollback" only where one was taken back."""
     lines, parts = [], [name for name in step if name != "rollback" or name in seen]
     for name in parts:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megatron.core.device import device_in_use, imagining
 from megatron.core.distributed.custom_fsdp.bucket_memory import num_bytes
+from megatron.core.distributed.custom_fsdp.reduction_bytes import finish_bytes
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.converted_grads import ConvertedGrads
 from megatron.core.optimizer.flat_update import FlatUpdate
@@ -19,6 +20,7 @@ from megatron.core.sharding_table import ShardOver
 from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.device_profiles import DEVICE_PROFILES
+from megatron.estimate.rank_parts import SUMS
 from megatron.estimate.run_estimate import RankEstimate, RunEstimate
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -80,18 +82,18 @@ def _room(config: Config, ranks: Sequence[RankEstimate], saved: int) -> tuple[in
 def _steps(
     config: Config, models: Sequence[DistributedDataParallel], updates: Sequence[StepParts]
 ) -> list[StepParts]:
-    """By pipeline rank, what the optimizer's step takes, whose index of regions is counted and not built. updates: of
-    these, what follows from a rank's own weights."""
+    """By pipeline rank, what ends a step: sums that wait for its end, and the optimizer's step, whose index of
+    regions is counted and not built. updates: of these, what follows from a rank's own weights."""
     ps, rows = models[0].ps, 1 + config.logging.log_num_zeros_in_grad
     experts = (ps.expert_grid.size("tp"), ps.expert_grid.size("ep"))
     whole, owned = count_regions([model.buffer for model in models], ps.tp_size, experts)
     is_sharded = models[0].buffer.sharding.optimizer is not ShardOver.NONE
     in_order = config.parallel.enable_optimizer_post_validation or ps.stage_group.size > 2
     ranks, steps = ps.stage_group.size * (is_sharded and in_order), []
-    for own, update in zip(owned, updates, strict=True):
+    for model, own, update in zip(models, owned, updates, strict=True):
         with imagining(ps.device):
             figures = {"figures": figure_bytes(own, whole, rows, ranks, ps.device.torch_device)}
-        steps.append(update | {"grad-norm": figures})
+        steps.append({SUMS: finish_bytes(model.reductions)} | update | {"grad-norm": figures})
     return steps
 
 

@@ -38,6 +38,7 @@ from megatron.core.transport.parallel_state import ParallelState, single_process
 from megatron.core.words import counted, size_text
 from megatron.estimate.description import ModelDescription, ModelPiece
 from megatron.estimate.peak import MemoryHolder, Peak, peak_lines
+from megatron.estimate.rank_parts import SUMS
 from megatron.estimate.step_watch import BATCHES, ENGINE, FIGURES, MESSAGES, Seen, StepWatch
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -65,7 +66,7 @@ from megatron.training.run.rehearse.comparison import (
     step_purpose,
 )
 from megatron.training.run.rehearse.own_stages import own_stages, publish_here
-from megatron.training.run.session import new_timers, with_vocabulary
+from megatron.training.run.session import with_vocabulary
 from megatron.training.run.step import StepRunner
 from megatron.training.run.validated_step import ValidatedStepRunner
 from megatron.training.state import StepTask, TrainState
@@ -84,6 +85,7 @@ _ENGINE = (
     UnalignedTails,
     WeightCheck,
 )
+_PARTS = (SUMS, "grad-norm", "optimizer")  # by their timers
 _SHOWN = 20  # differences
 STEPS = 2  # the first makes what lasts, and tells the shapes of messages
 
@@ -220,9 +222,10 @@ class _BuiltRank:
         # Validated steps as they are once many were clean.
         parallel = dataclasses.replace(config.parallel, post_validation_after=0)
         config = dataclasses.replace(config, parallel=parallel)
-        planner, timers = config.planner(), new_timers(config, ps)
+        planner = config.planner()
         self._parts: Callable[[str], AbstractContextManager[None]] = _phase
-        quiet: Any = SimpleNamespace(phase=lambda name: self._parts(name))
+        quiet: Any = SimpleNamespace(phase=_phase)
+        timers: Any = self._timer
         nothing: Any = None
         own = config, LaunchEnv(world_size=ps.world_size), ps.device, ps, timers, quiet
         self.session = _Session(*own, nothing, nothing, time.monotonic(), planner)
@@ -265,7 +268,8 @@ class _BuiltRank:
         source = batches(config, ps.device)
         data = StepBatches(source, reads=runner.spec.reads_data(ps.pp_rank))
         watch = self._watch()
-        self._parts = _phase if validated else watch.part  # of validated steps they are operations
+        parts_seen = (SUMS,) if validated else _PARTS  # the rest of validated steps are operations
+        self._parts = lambda name: watch.part(name) if name in parts_seen else _phase(name)
         runner.region = watch.region
         at_rest, began = dict[str, int](), time.thread_time()
         with watch:
@@ -288,6 +292,10 @@ class _BuiltRank:
         evaluation = session.planner.plan(size, PlanPurpose.EVALUATE)
         found = plan, engine, runner, at_rest, *seen, spent, evaluation, tuple(watch.seen)
         return RehearsedRank(ps.rank, ps.pp_rank, *found)
+
+    def _timer(self, name: str, log_level: int) -> AbstractContextManager[None]:
+        """In place of the run's timers."""
+        return self._parts(name)
 
     def _watch(self) -> StepWatch:
         paths, weights = dict[int, str](), list[tuple[str, torch.Tensor]]()
