@@ -2,7 +2,7 @@
 
 What the ranks that hold a copy of the model tell each other of it, and the shapes that stages hand on, are true: ranks
 of an `ImaginedWorld` have said so before. Whatever else ranks tell each other, all say what this one says. Collectives
-and messages bring no one's numbers: memory is filled with finite ones, so that a step runs as it would.
+and messages bring nobody's numbers: memory is filled with finite ones, so that a step runs as it would.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ class FakePeers:
         """`ImaginedPeers`."""
         if group.purpose not in _OF_A_COPY:
             return [data] * group.size
-        told = self.world.told(group.purpose, group.ranks, self._calls[group.purpose])
+        by_rank = self.world.told(group.purpose, group.ranks, self._calls[group.purpose])
         self._calls[group.purpose] += 1
-        told[group.rank] = data
-        return told
+        by_rank[group.rank] = data
+        return by_rank
 
     def fill(self, call: Call, temporaries: tuple[Tensor, ...]) -> None:
         """Gathered is this rank's part again and again; sums are its own addend; of what is exchanged nothing."""
         for tensor in temporaries:
             tensor.zero_()
         rank, size = call.group.rank, call.group.size
-        for one, other in zip(call.buffers[::2], call.buffers[1::2], strict=False):
-            if not one.numel():
+        for output, input in zip(call.buffers[::2], call.buffers[1::2], strict=False):
+            if not output.numel():
                 continue
             if call.op == "all_gather":
-                rows, own = one.view(size, -1), other.view(-1)
+                rows, own = output.view(size, -1), input.view(-1)
                 rows[:rank].copy_(own)
                 rows[rank + 1 :].copy_(own)
                 if rows[rank].data_ptr() != own.data_ptr():
                     rows[rank].copy_(own)
             elif call.op == "reduce_scatter" and call.group.backend != "gloo":  # which writes to it itself
-                one.view(-1).copy_(other.view(size, -1)[rank])
+                output.view(-1).copy_(input.view(size, -1)[rank])
             elif call.op == "all_to_all":
-                self._fill(one)
+                self._fill(output)
 
     def message(self, op: str, tensor: Tensor, group: Group, place: int) -> Imagined:
         """`ImaginedPeers`. What a later stage says of a step is what it has heard of this one; earlier ones have
