@@ -76,9 +76,10 @@ def run_case(
 ) -> tuple[dict[str, list[Step]], dict[str, Any]]:
     """On each rank: every step of every contestant; and what ours solved after the measured steps."""
     ps = ctx.make_ps(pp=NUM_RANKS)
+    flags = ["--keep-activation-output"] * args.keep_activation_output
     ours = {
         f"ours {name}": OurPipeline(
-            work, name, ps, measured=args.measure, timeline=timeline and timeline / name
+            work, name, ps, measured=args.measure, timeline=timeline and timeline / name, flags=flags
         )
         for name in args.ours
     }
@@ -208,6 +209,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-bf16", choices=("autocast", "pure"), default="autocast")
     parser.add_argument("--measure", type=int, default=2, help="profiled steps; 0: keep the estimated plan")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each")
+    parser.add_argument("--keep-activation-output", action="store_true", help="the trainer's flag, of ours")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one case")
     parser.add_argument(
         "--log-pipeline-timeline",
