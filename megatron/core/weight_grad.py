@@ -222,6 +222,7 @@ class WeightGradAccumulator:
             x = x.whole()
         if (fresh is None or key in fresh) and self._listener is not None:
             overwrite = self._listener.grad_begins(key)
+            main_grad = self.main_grads[key]  # the listener may have put another one in its place
         # Most of them: as `accumulate_wgrad`, in as few calls as there can be.
         common = main_grad.dtype is dy.dtype and self._scale == 1.0 and ends is None and dy.dim() <= 2
         if common and x is None:

@@ -72,7 +72,7 @@ def test_no_page_sends_to_problems_that_there_are_not(page):
 
 @pytest.mark.grid
 def test_more_memory_than_this_machine_has_draws_a_word(page, monkeypatch):
-    each = 4 * 2**20  # one rank has room, four have not
+    each = 5 * 2**20  # one rank has room, four have not
     for words, here, fits in (
         ((*LARGE, *NULL), 2**30, False),
         ((*LARGE, *NULL), 2**50, True),
