@@ -25,7 +25,7 @@ from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import StepMetrics
 from megatron.training.run.data import DatasetsProvider, build_data_iterators
 from megatron.training.run.evaluate import Evaluator, first_validation_sample
-from megatron.training.run.measuring import Measuring
+from megatron.training.run.measuring import measuring_of
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
 from megatron.training.run.planned_memory import PlannedMemory
@@ -108,7 +108,7 @@ class TrainingLoop:
         parts, session, config, state = self._parts, self._session, self._config, self.state
         num_microbatches = self._batch.num_microbatches(state.consumed_train_samples)
         about = report_model(session, parts.engine, num_microbatches)
-        self._measuring = Measuring(parts)
+        self._measuring = measuring_of(parts)
         self._measuring.report_residency(num_microbatches)
         self.memory = PlannedMemory(parts, num_microbatches)
         self.memory.report()

@@ -30,6 +30,7 @@ from megatron.core.pipeline_parallel.plan.planned_residency import (
 )
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.plan.text import to_json
+from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.safe_files import SHARED_MODE, publish_text
 from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.transport import collectives, host_data
@@ -54,7 +55,7 @@ class Measuring:
 
     A schedule is solved again once, at the end of the window of --zero-bubble-pipeline-timers-start-iter and -end-iter,
     by figures that all ranks have exchanged. Bubbles and residency are measured in every log interval's last iteration;
-    of residency the fullest pipeline rank by plan is told. Of all that a rank without peers measures nothing.
+    of residency the fullest pipeline rank by plan is told.
     """
 
     def __init__(self, parts: RunParts) -> None:
@@ -62,7 +63,7 @@ class Measuring:
         self._start = self._length = 0
         self._link_known = False
         self.broken_limit: str | None = None  # why the run has to end, the same on all ranks
-        if parts.pipeline.spec.residency is None or self._session.ps.is_fake:
+        if parts.pipeline.spec.residency is None:
             return
         validated = self._session.config.parallel.enable_optimizer_post_validation
         self._purpose = PlanPurpose.TRAIN_AND_STEP if validated else PlanPurpose.TRAIN
@@ -73,7 +74,7 @@ class Measuring:
     def report_residency(self, num_microbatches: int) -> None:
         """At start-up; nothing where data parallelism moves nothing."""
         spec = self._pipeline.spec
-        if spec.residency is None or spec.stages_units is None or self._session.ps.is_fake:
+        if spec.residency is None or spec.stages_units is None:
             return
         planned = planned_residency(
             spec, num_microbatches, self._purpose, self._at_rest, self._in_bytes(spec)
@@ -88,14 +89,12 @@ class Measuring:
     def begin(self, first_iteration: int) -> None:
         """The run's first iteration is known: so is the window."""
         start, self._length = self._session.config.parallel.measured_window(first_iteration)
-        if self._session.ps.is_fake:  # of which the second step is all that anybody looks at
-            start, self._length = first_iteration, 2
         self._move_window(start)
 
     def after_step(self, task: StepTask) -> tuple[Bubbles | None, StepResidency | None]:
         """Of a log interval's last iteration, what a whole pipeline has measured of it. Communicates then over the
         world."""
-        if task.iteration % self._session.config.logging.log_interval or self._session.ps.is_fake:
+        if task.iteration % self._session.config.logging.log_interval:
             return None, None
         return self._bubbles(task), self._residency(task)
 
@@ -103,7 +102,7 @@ class Measuring:
         """Solve again where it is time. Communicates then over the world. Raises TrainingExit where ranks come to
         different plans."""
         profiler, iteration = self._pipeline.profiler, task.iteration
-        if profiler is None or self._session.ps.is_fake:
+        if profiler is None:
             return
         if not self._link_known:
             self._pipeline.measure_link()
@@ -204,6 +203,36 @@ class Measuring:
                 self._session.print_rank_last(f"WARNING: the pipeline's plan cannot be saved: {error}")
                 return None
         return str(path)
+
+
+class MeasuredAlone:
+    """In place of `Measuring` for a rank without peers (--fake-process-group): its second step is profiled, for what it
+    holds, and no more is said or solved."""
+
+    broken_limit: str | None = None
+
+    def __init__(self, profiler: Profiler | None) -> None:
+        self._profiler = profiler
+
+    def report_residency(self, num_microbatches: int) -> None:
+        """`Measuring`."""
+
+    def begin(self, first_iteration: int) -> None:
+        """`Measuring`."""
+        if self._profiler is not None:
+            self._profiler.move_window(first_iteration, first_iteration + 2)
+
+    def after_step(self, task: StepTask) -> tuple[None, None]:
+        """`Measuring`."""
+        return None, None
+
+    def between_steps(self, task: StepTask) -> None:
+        """`Measuring`."""
+
+
+def measuring_of(parts: RunParts) -> Measuring | MeasuredAlone:
+    """Of this rank. Communicates over the world."""
+    return MeasuredAlone(parts.pipeline.profiler) if parts.session.ps.is_fake else Measuring(parts)
 
 
 def measured_exchange_wire(config: Config, ps: ParallelState) -> ExchangeWire | None:

@@ -12,7 +12,7 @@ from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.words import size_text
 from megatron.estimate.description import ModelDescription, ModelPiece
 from megatron.estimate.peak import kinds_text, peak_lines
-from megatron.estimate.rank_parts import BETWEEN_STEPS, RankAccount
+from megatron.estimate.rank_parts import BETWEEN_STEPS, SUMS, RankAccount
 from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.run.parts import RunParts
@@ -56,7 +56,7 @@ class PlannedMemory:
         for rank, step in by_rank.items():
             part, held = max(step.items(), key=lambda item: sum(item[1].values()), default=("", {}))
             if (total := sum(held.values())) > limit:
-                of_step = "" if part in BETWEEN_STEPS else " of the optimizer's step"
+                of_step = "" if part in (*BETWEEN_STEPS, SUMS) else " of the optimizer's step"
                 self._parts.session.print_rank_0(
                     f"WARNING: --rank-memory-limit {limit}: on pipeline rank {rank} {part}{of_step} "
                     f"holds {size_text(total)} ({kinds_text(held)}), more than the limit; shard further, or raise it"

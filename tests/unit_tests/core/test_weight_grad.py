@@ -96,6 +96,25 @@ def test_sink_accumulates_and_tells_its_listener():
         sink.put("other", None, torch.ones(5))
 
 
+def test_a_contribution_goes_to_the_gradient_that_its_listener_puts_in_place():
+    """As loops of one's own have them, whose optimizers drop gradients: what was there before holds anything."""
+    sink, bias = WeightGradAccumulator(), torch.zeros(5)
+
+    class Listener:
+        def grad_begins(self, key):
+            sink.main_grads[key] = torch.full_like(sink.main_grads[key], torch.nan)
+            return True
+
+        def grad_ready(self, key, microbatch):
+            pass
+
+    sink.bind({"w": torch.zeros(5, 4), "b": bias}, Listener())
+    sink.put("w", torch.ones(2, 4), torch.ones(2, 5))
+    sink.put("b", None, torch.ones(2, 5))
+    assert [sink.main_grads[key].unique().tolist() for key in "wb"] == [[2.0], [2.0]]
+    assert bias.unique().tolist() == [0.0]
+
+
 def test_sink_can_allocate_its_own_buffers():
     sink = WeightGradAccumulator()
     sink.bind_new({"b": (3,)}, torch.float64, torch.device("cpu"))
