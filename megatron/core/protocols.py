@@ -51,8 +51,8 @@ class GradListener(Protocol):
     of those whose keys are in there: all others are added to what there is."""
 
     def grad_begins(self, key: str) -> bool:
-        """A contribution to `key` is about to be written: its buffer, which may be another one than before, has memory on
-        return. True: what is in it is to be overwritten, False: added to."""
+        """A contribution to `key` is about to be written: its buffer, which may be another one than before, has memory
+        on return. True: what is in it is to be overwritten, False: added to."""
 
     def grad_ready(self, key: str, microbatch: int) -> None:
         """A contribution is complete."""
