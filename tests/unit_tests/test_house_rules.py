@@ -112,7 +112,7 @@ OPENING_OF = {"tempfile", "shutil", "mmap"}
 OPENERS = {
     "megatron/core/safe_files.py": "the helper itself",
     "megatron/core/machine.py": "figures of /proc, of this process too, and of the control group",
-    "megatron/core/transport/shm_transport.py": "the machine's number and its ranks' memory in /proc",
+    "megatron/core/transport/shared_memory.py": "the memory of ranks in /proc, and whether they run",
     "megatron/training/guard/console.py": "a descriptor that leads nowhere",
     "megatron/training/guard/lease_holder.py": "a file without a name, for the file system's time; processes in /proc",
     "megatron/training/guard/startup_check.py": "the sources of this very program",

@@ -115,8 +115,8 @@ class MixedPrecisionOptimizer(Stepper):
         return self._update.param_groups
 
     def prepare(self, divisor: float, *, count_zero_grads: bool = False) -> GradStats:
-        """Figures of the summed gradients divided by `divisor`. Communicates over mp and world, or over dp and world
-        where the optimizer is sharded; changes nothing. See [Note: the norm's bits] in clip_grads."""
+        """Figures of the summed gradients divided by `divisor`. Communicates over mp and, where that is more, world, or
+        over dp and world where the optimizer is sharded; changes nothing. See [Note: the norm's bits] in clip_grads."""
         with self._tracker.holding("figures", self.figure_bytes(count_zero_grads=count_zero_grads)):
             full = self._figures(count_zero_grads)
             if self._sums_in_order:
@@ -126,7 +126,7 @@ class MixedPrecisionOptimizer(Stepper):
                     full.zero_()
             sums, *zeros = self._index.whole(full)
         nonfinite = not all(map(math.isfinite, sums))
-        if not self._index.over_world:  # data parallel ranks were not asked
+        if not self._index.asks_all:
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
             collectives.all_reduce(flag, self.ps.world_group, "max")
             nonfinite = any(host_values(flag))  # sync: the host decides whether to step

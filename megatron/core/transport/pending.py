@@ -15,9 +15,10 @@ from megatron.core.transport.peer_loss import blame
 if TYPE_CHECKING:
     from megatron.core.transport.gloo_pairs import Works
     from megatron.core.transport.parallel_state import Group
+    from megatron.core.transport.shm_messages import Arriving
     from megatron.core.transport.shm_transport import Operation
 
-    Running: TypeAlias = dist.Work | Works | Operation | "Imagined"
+    Running: TypeAlias = dist.Work | Works | Operation | Arriving | "Imagined"
     # What starts it, what is to be done once the data has arrived, temporaries.
     Prepared: TypeAlias = tuple[Callable[[], Running], Callable[[], None] | None, tuple[Tensor, ...]]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
     from megatron.core.transport.pending import Running
 
-_TAG = 0  # not those of gloo_pairs: messages must not be taken for parts of collectives
+_TAG = 0  # not those of gloo_pairs and shm_messages: none must be taken for another
 
 
 class P2PRoute:
@@ -27,13 +27,13 @@ class P2PRoute:
     once: between two computations of a pipeline the caches are cold and every line of Python costs. torch's batches
     took 120-270 us a message, this takes 20-50.
 
-    op: "send" or "receive". place: of the other end in the group.
+    op: "send" or "receive". place: of the other end in the group. tag: messages of one tag arrive in order.
     """
 
-    def __init__(self, op: str, place: int, group: Group) -> None:
-        self._described = _described(op, place, group)
+    def __init__(self, op: str, place: int, group: Group, tag: int = _TAG) -> None:
+        self._described = described(op, place, group)
         assert group.backend == "gloo", f"{group.purpose!r} is on {group.backend}"
-        self._op, self._place, self._peer, self._group = op, place, group.ranks[place], group
+        self._op, self._place, self._peer, self._group, self._tag = op, place, group.ranks[place], group, tag
         if (talk := group.process_group) is not None:
             self._begin = {"send": talk.send, "receive": talk.recv}[op]
         else:
@@ -47,7 +47,7 @@ class P2PRoute:
             if self._group.peers is not None:
                 work: Running = self._group.peers.message(self._op, tensor, self._group, self._place)
             else:
-                work = self._begin([tensor], self._place, _TAG)
+                work = self._begin([tensor], self._place, self._tag)
         except RuntimeError as error:
             blame(error, self._op, self._group, time.monotonic(), self._peer)
         return Pending(self._op, self._group, work, (tensor,), peer=self._peer)
@@ -79,7 +79,7 @@ def send_receive(
 
 def _start_batch(messages: Sequence[tuple[str, Tensor, int]], group: Group) -> list[Pending]:
     """All messages as one operation of the backend."""
-    for told in [_described(op, place, group) for op, _, place in messages]:
+    for told in [described(op, place, group) for op, _, place in messages]:
         if group.observer is not None:
             group.observer(*told)
     if group.peers is not None:
@@ -108,7 +108,7 @@ def _start_batch(messages: Sequence[tuple[str, Tensor, int]], group: Group) -> l
     ]
 
 
-def _described(op: str, place: int, group: Group) -> tuple[str, str, tuple[int, ...]]:
+def described(op: str, place: int, group: Group) -> tuple[str, str, tuple[int, ...]]:
     """What the observer hears of a message: the pair and direction, not the whole group; its two ends then count the
     same messages."""
     assert op in ("send", "receive"), op

@@ -5,11 +5,7 @@ that it has taken from all slots. A rank puts operation n once all others have t
 put n. Starting an operation never blocks: what cannot be put yet is put by a later call, and `wait` advances every
 operation until its own is done. Any number may be under way; two of them advance without a wait.
 
-A rank uses at most NUM_BYTES a group; pages that no operation has touched are not allocated. The memory has no name:
-the system frees it when the last process that maps it ends, however that ends.
-
-[Note: order of writes] A rank that reads a counter also sees what was written before the counter. This holds on x86,
-which shows stores in their order. On other machines there is no such transport, and ranks send messages.
+A rank uses at most NUM_BYTES a group; pages that no operation has touched are not allocated (`shared_memory`).
 
 [Note: several groups] Where hooks decide, ranks may wait for two groups in different orders. So a wait on one transport
 also advances the others of its parallel state: a peer may need data that this rank has not put there yet.
@@ -18,15 +14,11 @@ also advances the others of its parallel state: a peer may need data that this r
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import functools
 import itertools
 import os
-import platform
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,22 +26,30 @@ from torch import Tensor
 
 from megatron.core.transport import collectives
 from megatron.core.transport.gloo_pairs import Pairs, add_in_rank_order
+from megatron.core.transport.shared_memory import (
+    COUNTER_BYTES,
+    TOKEN,
+    Late,
+    Waiter,
+    counters,
+    map_file,
+    new_file,
+    new_token,
+    wake,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
 
 SLOT_BYTES = 16 << 20  # bounds memory alone: at every size messages take more CPU time
-_COUNTER_BYTES = 4096
-NUM_BYTES = _COUNTER_BYTES + 2 * SLOT_BYTES
-# Index of each counter, 8 bytes each. Marks: the size and kind of what a slot holds. Token: identifies the owner.
-_PUT, _TAKEN, _MARKS, _TOKEN = 0, 8, 16, 24
-_NAME = "megatron"
+NUM_BYTES = COUNTER_BYTES + 2 * SLOT_BYTES
+# Places of counters. Marks: the size and kind of what a slot holds. Asleep: whether this rank waits to be woken.
+_PUT, _TAKEN, _MARKS, _ASLEEP = 0, 8, 16, TOKEN + 8
 _ALIGNMENT = 64
 _SMALL = 1 << 20  # bytes
-# A waiting rank polls for _SPIN_S, since peers are mostly ready; then it sleeps between polls, and after each
-# _PATIENCE_S it checks that their processes still run.
-_SPIN_S, _PATIENCE_S = 1e-4, 0.05
-_LONGEST_S = 1e-3  # of a sleep
+# A waiting rank polls for _SPIN_S, since peers are mostly ready; then it sleeps until the first that is late has
+# written, and not longer than _LONGEST_S, as others may want what it has not put yet.
+_SPIN_S, _LONGEST_S = 1e-4, 1e-3
 
 
 class ShmTransport:
@@ -59,12 +59,22 @@ class ShmTransport:
     def __init__(
         self, group: Group, memory: list[Tensor], processes: list[int], together: list[ShmTransport]
     ) -> None:
-        self._rank, self._timeout_s = group.rank, group.timeout.total_seconds()
-        self._peers = [_counters(one) for one in memory]
-        self._own = self._peers.pop(group.rank)
-        self._whose = list(zip(group.ranks, processes, strict=True))  # ranks and processes, of the peers only
-        del self._whose[group.rank]
-        self._slots = list(zip(*(one[_COUNTER_BYTES:].split(SLOT_BYTES) for one in memory), strict=True))
+        self._rank = group.rank
+        everybody = [
+            (rank, counters(its), its.data_ptr()) for rank, its in zip(group.ranks, memory, strict=True)
+        ]
+        _, self._own, self._address = everybody.pop(group.rank)
+        self._whose = everybody  # of the peers: rank, counters, their address
+        self._peers = [peer for _, peer, _ in everybody]
+        self._waiter = Waiter(
+            self._own,
+            _ASLEEP,
+            dict(zip(group.ranks, processes, strict=True)),
+            group.timeout.total_seconds(),
+            spin_s=_SPIN_S,
+            longest_s=_LONGEST_S,
+        )
+        self._slots = list(zip(*(its[COUNTER_BYTES:].split(SLOT_BYTES) for its in memory), strict=True))
         self._to_put: collections.deque[Operation] = collections.deque()
         self._to_take: collections.deque[Operation] = collections.deque()
         self._num_put = self._num_taken = 0
@@ -160,23 +170,7 @@ class ShmTransport:
 
     def wait(self, number: int) -> None:
         """Return once operation `number` is done. Raises RuntimeError, as backends do, where a peer is lost."""
-        started = looked = time.monotonic()
-        while not self.is_done(number):
-            now = time.monotonic()
-            waited_s = now - started
-            if now - looked > _PATIENCE_S:
-                looked, late = now, self._late(number)
-                ended = {rank for rank, process in self._whose if rank in late and _has_ended(process)}
-                if gone := ended.intersection(
-                    self._late(number)
-                ):  # one may have put everything before it ended
-                    raise RuntimeError(
-                        f"connection closed by peer: the process of rank {min(gone)} has ended"
-                    )
-                if waited_s > self._timeout_s:
-                    raise RuntimeError(f"timed out after {waited_s:.1f} s waiting for ranks {late}")
-            if waited_s > _SPIN_S:
-                time.sleep(min(_LONGEST_S, waited_s / 4))
+        self._waiter.wait(functools.partial(self.is_done, number), functools.partial(self._late, number))
 
     def _go_on(self) -> None:
         while self._to_put and all(peer[_TAKEN] >= self._num_put - 1 for peer in self._peers):
@@ -185,7 +179,7 @@ class ShmTransport:
                 _copy(piece, source)
             self._own[_MARKS + turn] = operation.mark
             self._num_put += 1
-            self._own[_PUT] = self._num_put
+            self._write(_PUT, self._num_put)
             self._to_take.append(operation)
         while self._to_take and all(peer[_PUT] > self._num_taken for peer in self._peers):
             operation, turn = self._to_take.popleft(), self._num_taken % 2
@@ -196,13 +190,24 @@ class ShmTransport:
             for sent in operation.takes[turn]:
                 operation.take(*sent)
             self._num_taken += 1
-            self._own[_TAKEN] = self._num_taken
+            self._write(_TAKEN, self._num_taken)
 
-    def _late(self, number: int) -> list[int]:
-        """Ranks of the world that operation `number` waits for, to put theirs or to make room for this one's."""
-        taken = min(number, self._num_put + 1) - 2
-        counters = zip(self._whose, self._peers, strict=True)
-        return [rank for (rank, _), peer in counters if peer[_PUT] < number or peer[_TAKEN] < taken]
+    def _write(self, counter: int, value: int) -> None:
+        self._own[counter] = value
+        for peer in self._peers:
+            if peer[_ASLEEP]:
+                wake(self._address + 8 * counter)
+                return
+
+    def _late(self, number: int) -> list[Late]:
+        """What operation `number` waits for: ranks that are to put theirs, or to make room for this one's."""
+        needs = ((_PUT, number), (_TAKEN, min(number, self._num_put + 1) - 2))
+        return [
+            Late(rank, address + 8 * counter, value)
+            for rank, peer, address in self._whose
+            for counter, needed in needs
+            if (value := peer[counter]) < needed
+        ]
 
 
 class Operation(NamedTuple):
@@ -228,8 +233,8 @@ def open_shm_transport(group: Group, together: list[ShmTransport]) -> ShmTranspo
     system lets one of them not share memory. Communicates over the group. Raises PeerLostError."""
     if group.size == 1 or group.backend != "gloo" or group.device.kind != "cpu":
         return None
-    token = int.from_bytes(os.urandom(7))
-    own = _new_file(token)
+    token = new_token()
+    own = new_file(NUM_BYTES, token)
     try:
         told = torch.empty(group.size, 3, dtype=torch.int64)
         collectives.all_gather(told, torch.tensor([os.getpid(), own, token]), group)
@@ -266,38 +271,12 @@ def _piece(slot: Tensor, place: int, like: Tensor) -> Tensor:
     return piece if like.dim() == 1 else piece.view(like.shape)
 
 
-def _new_file(token: int) -> int:
-    """A file without a name, in memory, NUM_BYTES long and empty but for the token; -1 where there can be none."""
-    file = -1
-    if platform.machine() in ("x86_64", "AMD64"):  # see [Note: order of writes]
-        with contextlib.suppress(OSError, AttributeError):  # no Linux
-            file = os.memfd_create(_NAME)
-            os.ftruncate(file, NUM_BYTES)
-            os.pwrite(file, token.to_bytes(8, "little"), 8 * _TOKEN)
-    return file
-
-
 def _map_all(told: list[list[int]]) -> list[Tensor] | None:
-    """Every rank's memory; None where one cannot be had. told: (process, file, token) of each rank, which on another
-    host may be anybody's."""
+    """Every rank's memory; None where one cannot be had. told: (process, file, token) of each rank."""
     memory: list[Tensor] = []
-    for process, file, _ in told:
-        path = f"/proc/{process}/fd/{file}"
-        with contextlib.suppress(OSError, RuntimeError):  # torch's, for a file that cannot be opened
-            if os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                memory.append(torch.from_file(path, shared=True, size=NUM_BYTES, dtype=torch.uint8))
-    tokens = [_counters(one)[_TOKEN] for one in memory]
-    return memory if tokens == [token for _, _, token in told] else None
-
-
-def _counters(memory: Tensor) -> memoryview:
-    return memoryview(memory[:_COUNTER_BYTES].numpy().data).cast("q")
-
-
-def _has_ended(process: int) -> bool:
-    """Whoever started the process may not have heard of it yet."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError as error:
-        return isinstance(error, FileNotFoundError | ProcessLookupError)
-    return state in "ZX"
+    for process, file, token in told:
+        its = map_file(process, file, token, NUM_BYTES)
+        if its is None:
+            return None
+        memory.append(its)
+    return memory

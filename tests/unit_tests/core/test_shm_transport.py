@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from megatron.core.transport import collectives, shm_transport
+from megatron.core.transport import collectives, shared_memory, shm_transport
 from megatron.core.transport.parallel_state import make_parallel_state
 from megatron.core.transport.rank_grid import RankGrid
 from tests.harness.ranks import rank_outcomes, run_ranks
@@ -250,10 +250,10 @@ def test_where_one_rank_cannot_share_all_send_messages(monkeypatch):
         group = by_messages(ctx.ps.dp_gather_group)
         files, found = len(os.listdir("/proc/self/fd")), []
         for owner, name, instead in (
-            (shm_transport, "_new_file", lambda token: -1),
+            (shm_transport, "new_file", lambda num_bytes, token: -1),
             (shm_transport, "_map_all", lambda told: None),
-            (shm_transport.platform, "machine", lambda: "aarch64"),
-            (shm_transport.os, "readlink", lambda path: "/somebody/elses"),
+            (shared_memory.platform, "machine", lambda: "aarch64"),
+            (shared_memory.os, "readlink", lambda path: "/somebody/elses"),
         ):
             with monkeypatch.context() as patched:
                 if ctx.rank == 1:
@@ -270,7 +270,11 @@ def test_where_one_rank_cannot_share_all_send_messages(monkeypatch):
 
 def test_memory_of_another_process_with_these_numbers_is_not_taken():
     def body(ctx):
-        own, other, here = shm_transport._new_file(7), os.memfd_create("other"), os.getpid()
+        own, other, here = (
+            shared_memory.new_file(shm_transport.NUM_BYTES, 7),
+            os.memfd_create("other"),
+            os.getpid(),
+        )
         right = shm_transport._map_all([[here, own, 7], [here, own, 7]])
         wrong = [[here, own, 8], [here, other, 7], [here, own + 1000, 7]]
         found = [shm_transport._map_all([[here, own, 7], one]) for one in wrong]

@@ -242,7 +242,7 @@ def booked(ctx):
 def test_every_row_is_tracked(monkeypatch):
     """Exchanges of whole gradients, conversions by the optimizer: booked without --use-custom-fsdp too. Ranks send
     messages, as those of several hosts."""
-    monkeypatch.setattr(shm_transport, "_new_file", lambda token: -1)
+    monkeypatch.setattr(shm_transport, "new_file", lambda num_bytes, token: -1)
     for told in run_ranks(booked, 2):
         for row, (held, reported, transient, exchange, casts, sizes, own) in told.items():
             assert (held, reported, transient) == (0, 0, 0), row

@@ -4,12 +4,14 @@ A route is what messages of one sender, receiver and direction take.
 
 [Note: shape handshake] A receive needs a buffer before its message comes. The first message of a route is therefore
 preceded by a header with dtype and shape, for which the receiver waits; all later messages of the route have that
-shape. Waiting there cannot deadlock: `add_comm` puts messages into both rows in one global order that is a valid
-execution even if every message blocks. A batch in which a route is new is posted message by message in that order.
+shape. On gloo both ends then agree on its way (`open_route`). Waiting there cannot deadlock: `add_comm` puts messages
+into both rows in one global order that is a valid execution even if every message blocks. A batch in which a route is
+new is posted message by message in that order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from time import monotonic_ns
 from typing import NamedTuple, Protocol
@@ -24,6 +26,7 @@ from megatron.core.transport.collectives import Pending
 from megatron.core.transport.parallel_state import Group, ParallelState
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.transport.point_to_point import P2PRoute, send_receive
+from megatron.core.transport.shm_messages import SharedRoute, open_route
 
 MAX_DIMS = 8
 # A dtype's place in this list is its number in headers: only ever append.
@@ -64,7 +67,7 @@ class Channel(Protocol):
 class P2P:
     """The `Channel` over a parallel state's groups pp_forward and pp_backward; a peer is a place in them.
 
-    gloo has no batches: there each message goes the shortest way (`P2PRoute`), sends before receives, since a result
+    gloo has no batches: there each message goes the shortest way (`open_route`), sends before receives, since a result
     was just computed and somebody waits for it.
 
     A sent tensor's memory is held until its send was waited for: on gloo nothing else says that it is through. Whoever
@@ -81,7 +84,7 @@ class P2P:
         self._max_sends = most_sends(ps.pp_forward_group.size) if max_sends is None else max_sends
         # This rank's routes: what they carry; where there are no batches, the way and an empty tensor of that dtype.
         self._shapes: dict[Route, Shape] = {}
-        self._routes: dict[Route, tuple[P2PRoute, Tensor]] = {}
+        self._routes: dict[Route, tuple[P2PRoute | SharedRoute, Tensor]] = {}
         # Under way, in the order in which they were posted; headers apart.
         self._sends: dict[Key, tuple[RawOp, Pending]] = {}
         self._headers: list[tuple[RawOp, Pending]] = []
@@ -139,8 +142,9 @@ class P2P:
 
     def ping(self) -> int:
         """Nanoseconds of a message on the slowest of this rank's links: half a round trip of what the link's forwards
-        carry, the median of `PINGS`. 0 where none has carried anything. To be called by all ranks between two steps;
-        communicates over the pipeline, link by link in one order on all ranks."""
+        carry, the median of `PINGS`; a forward's way there, a backward's back, where backwards have gone. 0 where none
+        has carried anything. To be called by all ranks between two steps; communicates over the pipeline, link by link
+        in one order on all ranks."""
         group, slowest = self._groups[SEND_F], 0
 
         def link(route: Route) -> tuple[int, int]:
@@ -149,14 +153,13 @@ class P2P:
 
         for route in sorted((one for one in self._shapes if one[0] in (SEND_F, RECV_F)), key=link):
             (kind, peer), (dtype, shape) = route, self._shapes[route]
-            message = [(torch.zeros(shape, dtype=dtype, device=self._device.torch_device), peer)]
+            message = torch.zeros(shape, dtype=dtype, device=self._device.torch_device)
             took = []
             for _ in range(1 + PINGS):
                 begin = monotonic_ns()
-                for sends in (kind == SEND_F, kind != SEND_F):
+                for way in (SEND_F, RECV_B) if kind == SEND_F else (RECV_F, SEND_B):
                     try:
-                        ends = send_receive(*((message, []) if sends else ([], message)), group)
-                        (*ends[0], *ends[1])[0].wait()
+                        self._start_one(way, peer, message).wait()
                     except PeerLostError as error:
                         raise error.at(f"measuring the link to pipeline rank {peer}") from error
                 self._device.synchronize()  # sync: a round trip
@@ -165,6 +168,16 @@ class P2P:
         return slowest
 
     # Starting messages -------------------------------------------------------------------------------
+
+    def _start_one(self, kind: int, peer: int, message: Tensor) -> Pending:
+        """On its route, where it has one."""
+        if (kind, peer) in self._routes:
+            return self._routes[kind, peer][0].start(message)
+        ends = [(message, peer)]
+        sent, received = send_receive(
+            *((ends, []) if kind in _RECEIVE_OF else ([], ends)), self._groups[kind]
+        )
+        return (*sent, *received)[0]
 
     def _start_each(self, messages: Sequence[Message]) -> list[Arrival]:
         """Every message by itself, over known routes."""
@@ -183,14 +196,8 @@ class P2P:
             raise error if op is None else error.at(op_text(op)) from error
         return arrivals
 
-    def _route(self, op: RawOp) -> tuple[P2PRoute, Tensor]:
-        key = (op[0], op[6])
-        found = self._routes.get(key)
-        if found is None:
-            route = P2PRoute("send" if op[0] in _RECEIVE_OF else "receive", op[6], self._groups[op[0]])
-            like = torch.empty(0, dtype=self._shapes[key][0], device=self._device.torch_device)
-            found = self._routes[key] = (route, like)
-        return found
+    def _route(self, op: RawOp) -> tuple[P2PRoute | SharedRoute, Tensor]:
+        return self._routes[op[0], op[6]]
 
     def _start_batch(self, messages: Sequence[Message]) -> list[Arrival]:
         """One batch a direction, over known routes. A direction that sends goes first: a result was just computed, and
@@ -238,13 +245,26 @@ class P2P:
             header = torch.tensor(_header(op, tensor), device=where)
             sent, _ = self._start([(op, header)], [], self._groups[op[0]])
             self._headers.append((op, sent[0]))
-            self._shapes[route] = (tensor.dtype, tuple(tensor.shape))
-            return
-        header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=where)
-        _, received = self._start([], [(op, header)], self._groups[op[0]])
-        _wait(op, received[0])
-        code, num_dims, *dims = header.tolist()  # sync: the shape of a route, once
-        self._shapes[route] = (DTYPES[code], tuple(dims[:num_dims]))
+            shape = (tensor.dtype, tuple(tensor.shape))
+        else:
+            header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=where)
+            _, received = self._start([], [(op, header)], self._groups[op[0]])
+            _wait(op, received[0])
+            code, num_dims, *dims = header.tolist()  # sync: the shape of a route, once
+            shape = (DTYPES[code], tuple(dims[:num_dims]))
+        self._shapes[route] = shape
+        if not self._batches:
+            self._routes[route] = self._open(op, *shape)
+
+    def _open(
+        self, op: RawOp, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[P2PRoute | SharedRoute, Tensor]:
+        way, num_bytes = "send" if op[0] in _RECEIVE_OF else "receive", dtype.itemsize * math.prod(shape)
+        try:
+            route = open_route(way, op[6], self._groups[op[0]], num_bytes, self._max_sends)
+        except PeerLostError as error:
+            raise error.at(op_text(op)) from error
+        return route, torch.empty(0, dtype=dtype, device=self._device.torch_device)
 
     def _finish_send(self, key: Key) -> None:
         """Wait even where it is known to be through: that is what gives the memory back, and tells of an error."""

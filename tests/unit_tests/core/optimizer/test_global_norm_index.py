@@ -121,6 +121,8 @@ def test_tensor_parallel_counts_every_element_once(tp, pp):
 
 
 def test_one_collective_a_step_over_the_model_parallel_ranks(monkeypatch):
+    """And one over the world, where that is more: whether any rank has seen what is not finite."""
+
     def body(ctx):
         ps = ctx.make_ps(pp=2)
         optimizer = optimizer_of(ps, {ps.pp_rank: cut_stages([5, 6])[ps.pp_rank]})
@@ -132,7 +134,8 @@ def test_one_collective_a_step_over_the_model_parallel_ranks(monkeypatch):
         optimizer.prepare(1.0, count_zero_grads=True)
         return calls
 
-    assert run_ranks(body, 2) == [["mp", "world"]] * 2
+    assert run_ranks(body, 2) == [["mp"]] * 2
+    assert run_ranks(body, 4) == [["mp", "world"]] * 4
 
 
 def test_nonfinite_gradients_are_known_everywhere():
