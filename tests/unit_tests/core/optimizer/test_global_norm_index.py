@@ -124,7 +124,7 @@ def test_one_collective_a_step_over_the_model_parallel_ranks(monkeypatch):
     """And one over the world, where that is more: whether any rank has seen what is not finite."""
 
     def body(ctx):
-        ps = ctx.make_ps(pp=2)
+        ps = ctx.make_ps(pp=2, dp=ctx.world_size // 2)
         optimizer = optimizer_of(ps, {ps.pp_rank: cut_stages([5, 6])[ps.pp_rank]})
         calls = []
         real = collectives.all_reduce
