@@ -91,7 +91,7 @@ def test_a_peer_goes_away_in_an_operation(tmp_path, case):
     record = launch.exit_record(tmp_path / "ck")
     assert (record["status"], record["requeue"], record["checkpoint"]) == (6, True, "ck/iter_0000003")
     assert f"rank {VICTIM}" in record["reason"], record["reason"]
-    assert re.search(r"was planned to hold at most [\d.]+ [KM]iB, in \w+; this machine", run.output), (
+    assert re.search(r"was planned to hold at most [\d.]+ [KM]iB, in [\w-]+; this machine", run.output), (
         run.output
     )
     assert "Traceback" not in run.output
