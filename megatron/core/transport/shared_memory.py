@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple, TypeAlias
 
 COUNTER_BYTES = 4096  # of the page of counters
 TOKEN = 24  # the counter that identifies a file's owner
@@ -32,6 +31,9 @@ _NAME = "megatron"
 # After each _PATIENCE_S a waiting process checks that those that it waits for still run.
 _PATIENCE_S = 0.05
 _FUTEX, _WAIT, _WAKE, _EVERYBODY = 202, 0, 1, 1 << 30  # of Linux on x86-64
+
+
+Memory: TypeAlias = "ctypes.Array[ctypes.c_char]"  # a file as this process has mapped it
 
 
 class Late(NamedTuple):
@@ -101,14 +103,28 @@ def new_file(num_bytes: int, token: int) -> int:
     return file
 
 
-def map_file(process: int, file: int, token: int, num_bytes: int) -> Tensor | None:
-    """A file of a process, which on another host may be anybody's; None where it cannot be had."""
-    path = f"/proc/{process}/fd/{file}"
-    with contextlib.suppress(OSError, RuntimeError):  # torch's, for a file that cannot be opened
+def map_file(process: int, file: int, token: int, num_bytes: int) -> Memory | None:
+    """A file of a process, which on another host may be anybody's, and may be shorter; None where it cannot be had."""
+    path = Path(f"/proc/{process}/fd/{file}")
+    with contextlib.suppress(OSError):
         if os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-            return memory if counters(memory)[TOKEN] == token else None
+            with path.open("r+b") as opened:
+                enough = os.fstat(opened.fileno()).st_size >= num_bytes
+                memory = _map(opened.fileno(), num_bytes) if enough else None
+            return memory if memory is not None and counters(memory)[TOKEN] == token else None
     return None
+
+
+def _map(file: int, num_bytes: int) -> Memory | None:
+    """By hand: Python's own keeps a descriptor of each, and a tensor would count as what the rank holds."""
+    readable, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+    address = _libc.mmap(None, num_bytes, readable, shared, file, 0)
+    if address == ctypes.c_void_p(-1).value:
+        return None
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    # Not at the interpreter's end, where others may still read it.
+    weakref.finalize(memory, _libc.munmap, address, num_bytes).atexit = False
+    return memory
 
 
 def new_token() -> int:
@@ -116,9 +132,9 @@ def new_token() -> int:
     return int.from_bytes(os.urandom(7))
 
 
-def counters(memory: Tensor) -> memoryview:
+def counters(memory: Memory) -> memoryview:
     """The counters of a file."""
-    return memoryview(memory[:COUNTER_BYTES].numpy().data).cast("q")
+    return memoryview(memory).cast("B")[:COUNTER_BYTES].cast("q")
 
 
 def _has_ended(process: int) -> bool:
@@ -134,7 +150,18 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_syscall = ctypes.CDLL(None).syscall
+_libc = ctypes.CDLL(None)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_syscall = _libc.syscall
 _syscall.argtypes = (
     ctypes.c_long,
     ctypes.c_void_p,

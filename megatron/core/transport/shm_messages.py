@@ -23,6 +23,7 @@ from megatron.core.transport.point_to_point import P2PRoute, described
 from megatron.core.transport.shared_memory import (
     COUNTER_BYTES,
     Late,
+    Memory,
     Waiter,
     counters,
     map_file,
@@ -44,7 +45,7 @@ _TAG = 1  # of what ends say of their memory
 class SharedRing(NamedTuple):
     """Memory of a route as one end maps it. process: number of the other end's."""
 
-    memory: Tensor
+    memory: Memory
     slot_bytes: int
     num_slots: int
     process: int
@@ -56,7 +57,7 @@ class SharedRoute:
     def __init__(self, op: str, place: int, group: Group, ring: SharedRing) -> None:
         self._described = described(op, place, group)
         self._op, self._peer, self._group, self._ring = op, group.ranks[place], group, ring
-        self._counters, self._address = counters(ring.memory), ring.memory.data_ptr()
+        self._counters, self._address = counters(ring.memory), ctypes.addressof(ring.memory)
         first = self._address + COUNTER_BYTES
         self._slots = [first + slot * ring.slot_bytes for slot in range(ring.num_slots)]
         self._waiter = Waiter(

@@ -30,6 +30,7 @@ from megatron.core.transport.shared_memory import (
     COUNTER_BYTES,
     TOKEN,
     Late,
+    Memory,
     Waiter,
     counters,
     map_file,
@@ -57,11 +58,12 @@ class ShmTransport:
     this parallel state; this one joins them."""
 
     def __init__(
-        self, group: Group, memory: list[Tensor], processes: list[int], together: list[ShmTransport]
+        self, group: Group, memory: list[Memory], processes: list[int], together: list[ShmTransport]
     ) -> None:
         self._rank = group.rank
         everybody = [
-            (rank, counters(its), its.data_ptr()) for rank, its in zip(group.ranks, memory, strict=True)
+            (rank, counters(its), ctypes.addressof(its))
+            for rank, its in zip(group.ranks, memory, strict=True)
         ]
         _, self._own, self._address = everybody.pop(group.rank)
         self._whose = everybody  # of the peers: rank, counters, their address
@@ -74,7 +76,8 @@ class ShmTransport:
             spin_s=_SPIN_S,
             longest_s=_LONGEST_S,
         )
-        self._slots = list(zip(*(its[COUNTER_BYTES:].split(SLOT_BYTES) for its in memory), strict=True))
+        slots = [torch.frombuffer(its, dtype=torch.uint8, offset=COUNTER_BYTES) for its in memory]
+        self._slots = list(zip(*(its.split(SLOT_BYTES) for its in slots), strict=True))
         self._to_put: collections.deque[Operation] = collections.deque()
         self._to_take: collections.deque[Operation] = collections.deque()
         self._num_put = self._num_taken = 0
@@ -271,9 +274,9 @@ def _piece(slot: Tensor, place: int, like: Tensor) -> Tensor:
     return piece if like.dim() == 1 else piece.view(like.shape)
 
 
-def _map_all(told: list[list[int]]) -> list[Tensor] | None:
+def _map_all(told: list[list[int]]) -> list[Memory] | None:
     """Every rank's memory; None where one cannot be had. told: (process, file, token) of each rank."""
-    memory: list[Tensor] = []
+    memory: list[Memory] = []
     for process, file, token in told:
         its = map_file(process, file, token, NUM_BYTES)
         if its is None:
