@@ -130,9 +130,8 @@ class Planner:
         if self.budget is not None and not moves:  # nothing moves, but there is a limit
             units = self.chosen.stages_units
             spec = dataclasses.replace(spec, stages_units=units, residency=self.chosen.residency)
-        alike = [] if self.budget is None else on_the_stages_of(self.model, spec)
         again, self.costs, reasons, told = replanned(
-            iteration, figures, spec, num_microbatches, splits=splits, lanes=lanes, alike=alike
+            iteration, figures, spec, num_microbatches, splits=splits, lanes=lanes
         )
         if told.kept is None:
             self.adopt(again if moves else again.bare)
@@ -220,12 +219,6 @@ def possible_stages(model: StagedModel, budget: RankBudget | None) -> tuple[Stag
 def _open_under_a_limit(model: StagedModel) -> tuple[list[ScheduleSpec], list[str]]:
     named = model.parallel.pipeline_schedule
     return candidates(model, _CHUNKS, every_group=True, named=named if named in SCHEDULES else None)
-
-
-def on_the_stages_of(model: StagedModel, spec: ScheduleSpec) -> list[ScheduleSpec]:
-    """What a run under one limit can still choose once its layers lie where they do."""
-    stages = spec.placement, spec.stages
-    return [one for one in _open_under_a_limit(model)[0] if (one.placement, one.stages) == stages]
 
 
 def with_gathered_inputs(model: StagedModel, spec: ScheduleSpec) -> ScheduleSpec:

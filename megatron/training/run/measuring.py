@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import groups_of
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles, RankLimitError
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,
@@ -62,7 +62,6 @@ class Measuring:
         self._parts, self._session, self._pipeline = parts, parts.session, parts.pipeline
         self._start = self._length = 0
         self._link_known = False
-        self.broken_limit: str | None = None  # why the run has to end, the same on all ranks
         if parts.pipeline.spec.residency is None:
             return
         validated = self._session.config.parallel.enable_optimizer_post_validation
@@ -107,7 +106,7 @@ class Measuring:
         if not self._link_known:
             self._pipeline.measure_link()
             self._link_known = True
-        if self._pipeline.planner.costs is not None or self.broken_limit is not None:
+        if self._pipeline.planner.costs is not None:
             return
         if iteration < self._start:  # the window is measured by itself; its first step may have run already
             profiler.forget(iteration)
@@ -170,13 +169,7 @@ class Measuring:
             return
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
         splits, planner = all(splits for _, splits in gathered), pipeline.planner
-        try:
-            spec, reasons, told = planner.replan(
-                iteration, figures, sizes, splits=splits, lanes=pipeline.wire
-            )
-        except RankLimitError as error:
-            self.broken_limit = str(error)
-            return
+        spec, reasons, told = planner.replan(iteration, figures, sizes, splits=splits, lanes=pipeline.wire)
         limited = planner.budget is not None
         why = f" > --{'rank-memory-limit' if limited else 'pipeline-schedule auto'}, by measured costs: "
         session.print_rank_0(*(f"{why}{line}" for line in reasons), brief="")
@@ -208,8 +201,6 @@ class Measuring:
 class MeasuredAlone:
     """In place of `Measuring` for a rank without peers (--fake-process-group): its second step is profiled, for what it
     holds, and no more is said or solved."""
-
-    broken_limit: str | None = None
 
     def __init__(self, profiler: Profiler | None) -> None:
         self._profiler = profiler
