@@ -36,8 +36,9 @@ from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import size_text
-from megatron.estimate.description import EXCHANGE
+from megatron.estimate.description import EXCHANGE, ModelDescription
 from megatron.estimate.exchange_wire import ExchangeWire
+from megatron.estimate.own_description import OwnDescription
 from megatron.training.config.config import Config
 from megatron.training.report.plan_facts import check_same_plan
 from megatron.training.run.build import params_dtype, unsplittable
@@ -124,7 +125,10 @@ class Measuring:
         return Bubbles.of(figures, step.plan, self._pipeline.spec.with_lanes(self._pipeline.wire))
 
     def _in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
-        """By which activations are counted."""
+        """By which activations are counted; None where nobody has looked at the model that runs."""
+        is_own = isinstance(self._session.config.description, OwnDescription)
+        if not (is_own or self._parts.engine.is_described):
+            return None
         return self._pipeline.planner.model.in_bytes(spec)
 
     def _residency(self, task: StepTask) -> StepResidency | None:
@@ -229,7 +233,7 @@ def measuring_of(parts: RunParts) -> Measuring | MeasuredAlone:
 def measured_exchange_wire(config: Config, ps: ParallelState) -> ExchangeWire | None:
     """By the dispatcher's own collective, and a product of a layer's tokens with a matrix [hidden, hidden]; None where
     experts have no ranks of their own, or none of these is there. Communicates over `ep_etp`, and over the world."""
-    if ps.experts is None or config.description is None or ps.is_fake:
+    if ps.experts is None or not isinstance(config.description, ModelDescription) or ps.is_fake:
         return None
     exchanged = (
         sum(size for key, size in piece.collectives.items() if key[:2] == ("F", EXCHANGE))

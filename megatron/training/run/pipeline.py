@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
 from megatron.core.transformer.experts.counted import counted
+from megatron.estimate.own_description import OwnDescription
 from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.planner import Planner
@@ -101,8 +102,8 @@ class PipelineRunner:
         residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
         if engine.model.has_peers:
             own = spec.local_stages(self._ps.pp_rank)
-            described = None
-            if engine.is_described and session.config.description is not None:
+            described, description = None, session.config.description
+            if isinstance(description, OwnDescription) or (engine.is_described and description is not None):
                 described = planner.chosen.stages_units or session.config.units_of(planner.chosen)
             planner.serve(units_of_all_stages(engine.model, own, described), residency)
             self.wire = measured_wire(engine.model)
