@@ -129,9 +129,7 @@ PATHS = (
                 Function("training/run/arguments.py", "launch_config"),
                 Function("training/config/config.py", "from_flat"),
             ),
-            Leg(
-                Function("training/run/training.py", "pretrain"), Function("training/planner.py", "__init__")
-            ),
+            Leg(Function("training/run/training.py", "pretrain"), Function("training/planner.py", "_chosen")),
             *(
                 Leg(
                     Function("training/planner.py", "plan"),

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.memory_tracker import PERSISTENT
 from megatron.core.words import size_text
-from megatron.estimate.description import ModelPiece, ModuleFigures
+from megatron.estimate.description import ModelDescription, ModelPiece, ModuleFigures
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.config.problems import ConfigurationError
@@ -37,7 +37,7 @@ def ranks_of(config: Config) -> list[dict[str, Any]]:
     config = described(config)
     spec = config.planner().spec
     engines, description = imagined_engines(config), config.description
-    assert description is not None, "the rules ask for all that a model needs"
+    assert isinstance(description, ModelDescription), "the rules ask for all that a model needs"
     if spec.keeps_gathered and description.gathered is not None:
         description = description.gathered
     rows = []

@@ -270,6 +270,10 @@ class WeightGradAccumulator:
                 self._unit_begins(unit)
             self.put(key, x, dy, ends)
 
+    def filed(self, microbatch: int) -> list[tuple[str, Tensor | Operand | None, Tensor]]:
+        """What waits for a microbatch's W: keys, and what their gradients are made of."""
+        return [(key, x, dy) for key, x, dy, _ in self._filed.get(microbatch, ())]
+
     def check_flushed(self) -> None:
         """At the end of a step every B had its W."""
         left = sorted(microbatch for microbatch, filed in self._filed.items() if filed)

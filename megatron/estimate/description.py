@@ -105,7 +105,8 @@ class ModelPiece:
     modules: by path in the model. most_bytes: by computation, the most that there was at once, beyond what was there
     when it began; of several pieces in a row exact for F, else within the bytes of hidden states: what is gathered for
     the next piece meanwhile, or copied at a stage's end, is not seen in one. collectives: payload bytes by
-    (computation, group, kind). weights: by name in the model.
+    (computation, group, kind). weights: by name in the model. filed_for: of what is filed the bytes by the gradients
+    that they are for (keys of the sink), without what is handed on and back; of a piece as it was observed alone.
     """
 
     modules: Mapping[str, ModuleFigures]
@@ -113,6 +114,7 @@ class ModelPiece:
     most_bytes: Mapping[str, int]
     collectives: Mapping[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)
     weights: Mapping[str, Weight] = dataclasses.field(default_factory=dict)
+    filed_for: Mapping[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -271,12 +273,12 @@ def renumbered(piece: ModelPiece, old: Sequence[int], new: Sequence[int]) -> Mod
     ends = dataclasses.replace(piece.ends, maker=makers[0], back_maker=makers[1])
     modules = {renamed(path): one for path, one in piece.modules.items()}
     weights = {renamed(name): one for name, one in piece.weights.items()}
-    return dataclasses.replace(piece, modules=modules, ends=ends, weights=weights)
+    return dataclasses.replace(piece, modules=modules, ends=ends, weights=weights, filed_for={})
 
 
-def as_json(description: ModelDescription | None) -> Any:
-    """For ranks to tell each other; None of none."""
-    return _plain(description)
+def as_json(described: ModelDescription | Sequence[ModelPiece]) -> Any:
+    """For ranks to tell each other."""
+    return _plain(described)
 
 
 def _plain(value: Any) -> Any:
@@ -292,17 +294,18 @@ def from_json(content: Any) -> ModelDescription:
     """What `as_json` wrote."""
     embedding, head, layers, kinds, recomputed, gathered = content
     return ModelDescription(
-        _piece(embedding),
-        _piece(head),
+        piece_of(embedding),
+        piece_of(head),
         tuple(layers),
-        {kind: _piece(one) for kind, one in kinds},
-        {tuple(held): _piece(one) for held, one in recomputed},
+        {kind: piece_of(one) for kind, one in kinds},
+        {tuple(held): piece_of(one) for held, one in recomputed},
         None if gathered is None else from_json(gathered),
     )
 
 
-def _piece(content: Any) -> ModelPiece:
-    modules, ends, most, moved, weights = content
+def piece_of(content: Any) -> ModelPiece:
+    """What `as_json` wrote of one."""
+    modules, ends, most, moved, weights, filed_for = content
     return ModelPiece(
         {
             path: ModuleFigures(
@@ -314,4 +317,5 @@ def _piece(content: Any) -> ModelPiece:
         dict(most),
         {tuple(what): size for what, size in moved},
         {name: Weight(*one) for name, one in weights},
+        {tuple(keys): size for keys, size in filed_for},
     )

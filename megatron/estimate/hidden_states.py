@@ -69,6 +69,15 @@ def is_of(piece: ModelPiece, unit: str) -> bool:
     return any(path == unit or path.startswith(f"{unit}.") for path in piece.modules)
 
 
+def filed_by_units(pieces: Sequence[ModelPiece], names: Sequence[str]) -> list[tuple[frozenset[int], int]]:
+    """Of what the B of a stage files: for each piece the units whose W's it waits for, by place, and bytes. names: of
+    the stage's units."""
+    return [
+        (frozenset(at for at, name in enumerate(names) if is_of(piece, name)), piece.filed_bytes)
+        for piece in pieces
+    ]
+
+
 def batch_ends(row: ir.Row) -> dict[int, tuple[int, ...]]:
     """Transfers that are posted together: by the last, all of them. What belongs to accesses of the next computation
     may stand between them (`compile_row`)."""

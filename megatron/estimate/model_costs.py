@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.core.models.gpt.stage_layers import StageSpec
-from megatron.core.models.gpt.unit_order import EXPERTS, ONE_MATRIX, accesses_of_stage, layer_units
+from megatron.core.models.gpt.unit_order import ONE_MATRIX, accesses_of_stage, layer_units
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits, UnitCosts
@@ -23,46 +23,10 @@ from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.transformer.layer_table import LayerKind, layer_table
 from megatron.core.transformer.model_config import TransformerConfig
 from megatron.core.unit_accesses import Accesses, merged_groups, merged_name
-from megatron.estimate.description import (
-    EXCHANGE,
-    OUTSIDE,
-    ComputationFigures,
-    ModelDescription,
-    ModelPiece,
-    ModuleFigures,
-    Weight,
-)
+from megatron.estimate.description import OUTSIDE, ModelDescription, ModelPiece, ModuleFigures, Weight
+from megatron.estimate.unit_work import CPU, DeviceRates, UnitWork, sum_of, unit_of, work_by_unit
 
-_SPLIT = ("F", "B", "W")
 _SUMS = ("f", "b", "w", "activation", "held_after_b", "extra_grad_bytes")
-
-
-class DeviceRates(NamedTuple):
-    """FLOPs that a device computes while a byte goes to its own memory, to its tensor parallel peers, to the next
-    stage, and to ranks with other experts."""
-
-    moved: float
-    gathered: float
-    sent: float
-    exchanged: float
-
-
-# A100: 312 TFLOP/s beside 2 TB/s of memory, 300 GB/s to peers and 25 GB/s of a network; H100: 990 beside 3.35 TB/s, 450
-# GB/s and 50 GB/s. A CPU core: 50 GFLOP/s beside 10 GB/s of memory, and 1 GB/s of copies between processes.
-GPU, CPU = DeviceRates(200, 1000, 15_000, 1000), DeviceRates(5, 50, 50, 50)
-
-
-class UnitWork(NamedTuple):
-    """One microbatch of a part of the model. f, b, w: FLOPs. saved: bytes from F to B. held: bytes from B to W."""
-
-    f: float = 0.0
-    b: float = 0.0
-    w: float = 0.0
-    saved: float = 0.0
-    held: float = 0.0
-
-    def plus(self, other: UnitWork) -> UnitWork:
-        return UnitWork(*map(operator.add, self, other))
 
 
 class UnitWeights(NamedTuple):
@@ -131,6 +95,13 @@ class ModelCosts:
         f, b, w = (tuple(time / self.unit_flops for time in column) for column in (f, b, w))
         comm = self.description.hidden_bytes * self.rates.sent / self.unit_flops
         return CostModel(f, b, w, saved, held, comm)
+
+    def of_placement(self, stages: Sequence[StageSpec], placement: Placement) -> CostModel:
+        """`of_stages`, wherever they lie."""
+        return self.of_stages(stages)
+
+    def check(self, placement: Placement, *, splits: bool) -> None:
+        """That there are such stages: of any split, with backwards of any kind."""
 
     def of_units(self, spec: StageSpec) -> dict[str, UnitWork]:
         """Of a stage, by unit; the first of each piece has what the piece is handed besides."""
@@ -276,7 +247,7 @@ class ModelCosts:
             names = layer_units(0, self._table[number])
             by_unit: dict[str, list[Weight]] = {name: [] for name in names}
             for name, weight in self.description.kinds[kind].weights.items():
-                by_unit[_unit_of(name, names)].append(weight)
+                by_unit[unit_of(name, names)].append(weight)
             self._weights[kind] = [UnitWeights.of(own) for own in by_unit.values()]
         return self._weights[kind]
 
@@ -310,10 +281,6 @@ class ModelCosts:
         return rows.renamed({name: place for place, name in enumerate(weights)}), units
 
 
-def sum_of(works: Iterable[UnitWork]) -> UnitWork:
-    return functools.reduce(UnitWork.plus, works, UnitWork())
-
-
 def _joined(units: Sequence[_Bare]) -> _Bare:
     joined, numels = zip(*units, strict=True)
     sums = {name: sum(getattr(unit, name) for unit in joined) for name in _SUMS}
@@ -324,29 +291,3 @@ def _joined(units: Sequence[_Bare]) -> _Bare:
         begins_with_lookup=all(unit.begins_with_lookup for unit in joined),
     )
     return unit, functools.reduce(UnitWeights.plus, numels)
-
-
-def work_by_unit(piece: ModelPiece, names: Sequence[str], rates: DeviceRates) -> dict[str, UnitWork]:
-    """What its modules take, by unit, the first with those that are in none, and with what is waited for."""
-    found = {name: UnitWork() for name in names}
-    experts = [name for name in names if name.endswith(EXPERTS)] or names[:1]
-    for group, rate, units in (("tp", rates.gathered, names[:1]), (EXCHANGE, rates.exchanged, experts)):
-        waited = [
-            rate * sum(size for key, size in piece.collectives.items() if key[:2] == (computation, group))
-            for computation in _SPLIT
-        ]
-        for name in units:
-            found[name] = found[name].plus(UnitWork(*(time / len(units) for time in waited)))
-    for path, figures in piece.modules.items():
-        done = [figures.work.get(computation, ComputationFigures()) for computation in _SPLIT]
-        f, b, w = (one.products + one.attention + rates.moved * one.moved_bytes for one in done)
-        filed = figures.filed_bytes * (path != OUTSIDE)
-        unit = _unit_of(path, names)
-        found[unit] = found[unit].plus(UnitWork(f, b, w, figures.kept_bytes, filed))
-    return found
-
-
-def _unit_of(path: str, names: Sequence[str]) -> str:
-    """The innermost unit around a module or a parameter; the first for what is in none."""
-    around = [name for name in names if path == name or path.startswith(f"{name}.")]
-    return max(around, key=len, default=names[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.core.module import MegatronModule
 from megatron.core.param_meta import ParamMeta
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
+from megatron.core.tensor_parallel.mappings import SequenceShard
 from megatron.core.transport.parallel_state import Group
 from megatron.estimate.description import (
     EVALUATED,
@@ -24,7 +25,7 @@ from megatron.estimate.description import (
     ModuleFigures,
     Weight,
 )
-from megatron.estimate.watch import Handed, Watch, place_of
+from megatron.estimate.watch import Handed, Watch, place_of, tensors_in
 
 _Computation = Callable[[int, Tensor | None], Tensor | None]
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
@@ -78,7 +79,8 @@ def observe(part: ObservedPart) -> ModelPiece:
         for name, parameter in part.model.named_parameters()
     }
     moved = whole.collectives | split.collectives
-    return ModelPiece(modules, split.ends, split.most | whole.most | evaluated, moved, weights)
+    most = split.most | whole.most | evaluated
+    return ModelPiece(modules, split.ends, most, moved, weights, split.filed_for)
 
 
 def _weight(parameter: Tensor, meta: ParamMeta | None) -> Weight:
@@ -98,7 +100,8 @@ def _evaluated(part: ObservedPart, watch: Watch, stage: ModelStage) -> int:
 
 
 class _Microbatch:
-    """One, run. split: B and W, else BW. kept, filed: bytes by path; work: by computation, then path."""
+    """One, run. split: B and W, else BW. kept, filed: bytes by path; work: by computation, then path. filed_for: as in
+    `ModelPiece`."""
 
     def __init__(self, part: ObservedPart, watch: Watch, stage: ModelStage, *, split: bool) -> None:
         self._groups, self._watch = tuple(part.groups), watch
@@ -127,6 +130,7 @@ class _Microbatch:
         back = stage.backward_input if split else stage.backward
         answer = self._compute("B" if split else "BW", back, grad)
         back_maker, handed_back = watch.maker(answer), _storage(answer)
+        self.filed_for = _filed_for(part.model, watch, answer)
         del grad, answer
         self.filed = watch.held() - before
         self.ends = Ends(
@@ -160,6 +164,24 @@ class _Microbatch:
                 for kind in _COLLECTIVES
             }
         )
+
+
+def _filed_for(model: nn.Module, watch: Watch, handed_back: Tensor | None) -> dict[tuple[str, ...], int]:
+    """Bytes by whose gradients they are for, without what the stage was handed, or hands back."""
+    if not isinstance(model, MegatronModule):
+        return {}
+    keys, sizes = defaultdict[int, set[str]](set), dict[int, int]()
+    others = set() if handed_back is None else {place_of(handed_back)}
+    for key, x, dy in model.context.grads.filed(0):
+        operand = x.shard if isinstance(x, SequenceShard) else x
+        for tensor in tensors_in(operand, dy):
+            if (seen := watch.made(tensor)) is not None and seen[0] not in others:
+                keys[seen[0]].add(key)
+                sizes[seen[0]] = seen[1]
+    found = Counter[tuple[str, ...]]()
+    for place, size in sizes.items():
+        found[tuple(sorted(keys[place]))] += size
+    return dict(found)
 
 
 def _storage(tensor: Tensor | None) -> Callable[[], object | None]:

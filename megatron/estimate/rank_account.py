@@ -20,6 +20,7 @@ from megatron.estimate.description import EVALUATED, ModelPiece
 from megatron.estimate.hidden_states import (
     SharedStates,
     batch_ends,
+    filed_by_units,
     filed_from_outside,
     is_of,
     joined,
@@ -74,7 +75,7 @@ class _AccountWalk(RowWalk):
         # Activations: by (stage, microbatch), what only the stage itself has.
         self._own: Counter[tuple[int, int]] = Counter()
         self._shared, self._lasting = SharedStates(), lasting
-        self._filed: dict[tuple[int, int], list[ModelPiece]] = {}
+        self._filed: dict[tuple[int, int], list[tuple[frozenset[int], int]]] = {}
         self._drawn = parts.drawn if parts.batch_bytes else 0
         # The computation under way: its place, and by access what it has left and what it makes at most.
         self._under: tuple[int, RawOp] | None = None
@@ -267,13 +268,15 @@ class _AccountWalk(RowWalk):
                     handed_back, ends.input_bytes, self._way(stage - 1), *([f"B{mine}"] if files else [])
                 )
             if split:
-                self._filed[mine] = list(self._parts.stages[stage])
+                names = [one.name for one in self.units.stages[stage].units]
+                own = self._parts.filed.get(stage)
+                self._filed[mine] = list(own or filed_by_units(self._parts.stages[stage], names))
         else:
-            left = self._filed[mine]
-            done = left if op[4] < 0 else self._of_units(op, left)
-            self._filed[mine] = left = [piece for piece in left if piece not in done]
-            if left:
-                self._own[mine] -= sum(piece.filed_bytes for piece in done)
+            filed, units = self._filed[mine], range(op[4], op[5])
+            left = [(rest, size) for of, size in filed if (rest := of.difference(units)) or not of]
+            if op[4] >= 0 and any(rest for rest, _ in left):
+                self._own[mine] -= sum(size for _, size in filed) - sum(size for _, size in left)
+                self._filed[mine] = left
                 return
             self._own[mine] = 0
             shared.let_go(grad, f"B{mine}")

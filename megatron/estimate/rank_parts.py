@@ -35,7 +35,8 @@ class RankParts:
     """What an account is made of.
 
     at_rest: bytes between steps by the tracker's categories. stages: the pieces of each of the rank's stages, in the
-    order of the forward. batch_bytes: of a microbatch's batch, kept for the step; 0 where none is. exchange: what
+    order of the forward. filed: of a stage that is one piece, of what B files the units whose W's it is for, by place
+    in the stage, and bytes. batch_bytes: of a microbatch's batch, kept for the step; 0 where none is. exchange: what
     summing a unit takes beside its gradients, by its name, whether over instances, and whether it was summed before in
     the step. resting: bytes of a unit's gradients at rest that have no memory from a step's beginning to its first sum.
     slots: by unit whose weights and gradients lie in one of a double buffer, which; what would take one waits until it
@@ -53,6 +54,7 @@ class RankParts:
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
     drawn: int = 0
     step: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    filed: Mapping[int, Sequence[tuple[frozenset[int], int]]] = dataclasses.field(default_factory=dict)
 
     @property
     def snapshot_bytes(self) -> int:

@@ -86,6 +86,12 @@ class StorageWatch(TorchDispatchMode):
         """The path of who made a tensor."""
         return "" if tensor is None else self._live[place_of(tensor)][0]
 
+    def made(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Of a tensor's storage the place, and bytes; None where it was there before, or comes from outside."""
+        place = place_of(tensor)
+        path, size, *_ = self._live.get(place, (OUTSIDE, 0))
+        return None if path == OUTSIDE else (place, size)
+
     def hand(self, like: Handed) -> Tensor:
         """A tensor that comes from outside: from `OUTSIDE`, by path."""
         shape, dtype = like

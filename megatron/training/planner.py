@@ -25,9 +25,10 @@ from megatron.core.pipeline_parallel.plan.measuring.replan import MeasuredPlan, 
 from megatron.core.pipeline_parallel.plan.placement import LINEAR, LOOPED
 from megatron.core.pipeline_parallel.plan.residency import PlannedResidency, Residency
 from megatron.core.pipeline_parallel.plan.schedules import AUTO, SCHEDULES
-from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec, StageSpec
+from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
 from megatron.core.pipeline_parallel.plan.text import load_plan
 from megatron.estimate.model_costs import ModelCosts
+from megatron.estimate.own_description import OwnCosts
 from megatron.training.staged_model import StagedModel
 
 _CHUNKS = (2, 4, 8)  # a rank, that are tried under one limit
@@ -40,15 +41,18 @@ class Planner:
     Ranks that are told the same come to the same plans.
     """
 
-    def __init__(self, model: StagedModel, budget: RankBudget | None = None) -> None:
-        """budget: by which all is chosen together.
+    def __init__(
+        self, model: StagedModel, budget: RankBudget | None = None, decided: ScheduleSpec | None = None
+    ) -> None:
+        """budget: by which all is chosen together. decided: in place of a choice.
 
         Raises StageLayersError where layers do not divide over stages, PlanError where --pipeline-schedule-file is no
         plan for these ranks, or where nothing fits the limits.
         """
         self.model, self.budget = model, budget
         file = model.parallel.pipeline_schedule_file
-        self.chosen = _chosen(model, budget) if file is None else _of_file(model, file)
+        found = decided or (None if file is None else _of_file(model, file))
+        self.chosen = found or _chosen(model, budget)
         self.spec, self.costs = self.chosen, None
         self.residencies: Mapping[int, PlannedResidency] = {}
         self._plans: dict[tuple[int, PlanPurpose], Plan] = {}
@@ -130,9 +134,8 @@ class Planner:
         if self.budget is not None and not moves:  # nothing moves, but there is a limit
             units = self.chosen.stages_units
             spec = dataclasses.replace(spec, stages_units=units, residency=self.chosen.residency)
-        alike = [] if self.budget is None else on_the_stages_of(self.model, spec)
         again, self.costs, reasons, told = replanned(
-            iteration, figures, spec, num_microbatches, splits=splits, lanes=lanes, alike=alike
+            iteration, figures, spec, num_microbatches, splits=splits, lanes=lanes
         )
         if told.kept is None:
             self.adopt(again if moves else again.bare)
@@ -179,7 +182,7 @@ def fastest_of(model: StagedModel) -> ScheduleSpec:
     return dataclasses.replace(best, rivals=rivals, reasons=(*best.reasons, *impossible))
 
 
-def within(model: StagedModel, budget: RankBudget, costs: ModelCosts) -> ScheduleSpec:
+def within(model: StagedModel, budget: RankBudget, costs: ModelCosts | OwnCosts) -> ScheduleSpec:
     """What takes least under one limit of all that a rank holds, of what flags leave open.
 
     Raises StageLayersError where no schedule's stages fit the layers, PlanError where nothing fits the limit.
@@ -189,7 +192,7 @@ def within(model: StagedModel, budget: RankBudget, costs: ModelCosts) -> Schedul
     every = [
         dataclasses.replace(
             spec,
-            costs=costs.of_stages(spec.stages),
+            costs=costs.of_placement(spec.stages, spec.placement),
             estimated=True,
             stages_units=costs.stage_units(spec.stages, spec.placement, sizes),
             residency=asked,
@@ -202,30 +205,22 @@ def within(model: StagedModel, budget: RankBudget, costs: ModelCosts) -> Schedul
     return dataclasses.replace(best.spec, reasons=(*reasons, *impossible))
 
 
-def possible_stages(model: StagedModel, budget: RankBudget | None) -> tuple[StageSpec, ...]:
-    """Of every split of the layers that may be chosen: what a description has to know.
+def possible_specs(model: StagedModel, budget: RankBudget | None) -> list[ScheduleSpec]:
+    """All that may be chosen: of whose stages a description has to know.
 
     Raises StageLayersError where no schedule's stages fit the layers, PlanError for a file that is no plan.
     """
     file, name = model.parallel.pipeline_schedule_file, model.parallel.pipeline_schedule
     if file is not None:
-        return _of_file(model, file).stages
+        return [_of_file(model, file)]
     if budget is not None:
-        specs = _open_under_a_limit(model)[0]
-    else:
-        specs = candidates(model)[0] if name == AUTO else [model.spec(name)]
-    return tuple(dict.fromkeys(stage for spec in specs for stage in spec.stages))
+        return _open_under_a_limit(model)[0]
+    return candidates(model)[0] if name == AUTO else [model.spec(name)]
 
 
 def _open_under_a_limit(model: StagedModel) -> tuple[list[ScheduleSpec], list[str]]:
     named = model.parallel.pipeline_schedule
     return candidates(model, _CHUNKS, every_group=True, named=named if named in SCHEDULES else None)
-
-
-def on_the_stages_of(model: StagedModel, spec: ScheduleSpec) -> list[ScheduleSpec]:
-    """What a run under one limit can still choose once its layers lie where they do."""
-    stages = spec.placement, spec.stages
-    return [one for one in _open_under_a_limit(model)[0] if (one.placement, one.stages) == stages]
 
 
 def with_gathered_inputs(model: StagedModel, spec: ScheduleSpec) -> ScheduleSpec:
@@ -264,6 +259,8 @@ def candidates(
                 if count is not None and one.placement.num_chunks == 1:  # no flag says how many
                     of = dataclasses.replace(parallel, num_virtual_stages_per_pipeline_rank=count)
                     one = dataclasses.replace(model, parallel=of).spec(name)
+                if model.costs is not None:
+                    model.costs.check(one.placement, splits=row.splits)
             except StageLayersError as error:
                 errors.append((name if count is None else f"{name}, {count} chunks", error))
                 continue

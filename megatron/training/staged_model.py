@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.plan.schedules import (
 )
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.estimate.model_costs import ModelCosts
+from megatron.estimate.own_description import OwnCosts
 
 
 def stages_of(parallel: ModelParallelConfig, num_layers: int, schedule: str | None) -> tuple[StageSpec, ...]:
@@ -37,7 +38,7 @@ class StagedModel:
 
     parallel: ModelParallelConfig
     num_layers: int
-    costs: ModelCosts | None
+    costs: ModelCosts | OwnCosts | None
     num_microbatches: int
     global_batch_size: int | None
     masked: bool
@@ -76,7 +77,7 @@ class StagedModel:
             group = getattr(parallel, row.group_size) or ranks
         searched = parallel.pipeline_schedule == AUTO or (row is not None and row.searched)
         model = self.costs if searched or size is not None else None
-        costs = CostModel.of_ranks(placement) if model is None else model.of_stages(stages)
+        costs = CostModel.of_ranks(placement) if model is None else model.of_placement(stages, placement)
         pending = parallel.zero_bubble_max_pending_backward if size is None else None
         limit = None if pending is None else pending * costs.whole_stage(placement)
         if size is not None and model is not None:  # it counts once activations are known in bytes
@@ -123,7 +124,9 @@ class StagedModel:
         """Costs of the spec's stages with activations in bytes; None before the model is described."""
         if spec.estimated:
             return spec.costs
-        return self.costs.of_stages(spec.stages) if self.costs is not None and spec.stages else None
+        if self.costs is None or not spec.stages:
+            return None
+        return self.costs.of_placement(spec.stages, spec.placement)
 
     def asks_device(self, spec: ScheduleSpec) -> bool:
         """Whether the limit is what the device has left: --zero-bubble-max-pending-backward auto on CUDA."""

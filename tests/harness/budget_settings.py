@@ -24,8 +24,8 @@ from megatron.core.pipeline_parallel.plan.simulate import simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose
 from megatron.core.sharding_table import STRATEGIES as ROWS
 from megatron.core.sharding_table import ShardPlace
-from megatron.estimate.model_costs import DeviceRates
-from megatron.training.config.config import costs_of
+from megatron.estimate.own_description import costs_of
+from megatron.estimate.unit_work import DeviceRates
 from megatron.training.config.launch_env import LaunchEnv
 from megatron.training.planner import within
 from megatron.training.run.arguments import parse_config

@@ -31,8 +31,8 @@ _LARGEST = 1 << 22
 def units_of_all_stages(
     model: DistributedDataParallel, stages: Sequence[int], described: Sequence[StageUnits] | None = None
 ) -> tuple[StageUnits, ...]:
-    """Of every stage of the pipeline. stages: of this rank, by chunk. described: of all stages, by flags; what ranks
-    have built has to be that. None: what they have built. Communicates over mp.
+    """Of every stage of the pipeline. stages: of this rank, by chunk. described: of all stages, before they were built;
+    what ranks have built has to be that. None: what they have built. Communicates over mp.
 
     Raises ModelError on every rank alike, naming a unit, where one was built otherwise.
     """
@@ -48,8 +48,9 @@ def units_of_all_stages(
     for stage, (planned, units) in enumerate(zip(described or built, built, strict=True)):
         if (why := differing(planned, units)) is not None:
             raise ModelError(
-                f"stage {stage} is not what its plan was made from: {why}. The plan is made from the flags: "
-                "give those of this model, or derive a class of your own from GPTModel, which is planned as built"
+                f"stage {stage} is not what its plan was made from: {why}. It is made from the flags, of a model "
+                "of your own from what its provider has made before: give the flags of this model, derive a class of "
+                "your own from GPTModel, and let the provider make the same model whenever it is called"
             )
     return tuple(described or built)
 

@@ -17,7 +17,8 @@ from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.safe_files import read_json
 from megatron.core.transport.rank_grid import AXES, RankGrid, RankGridError
 from megatron.core.words import NOT_KNOWN, counted, size_text
-from megatron.estimate.model_costs import ParameterCount, UnitWeights
+from megatron.estimate.description import ModelDescription
+from megatron.estimate.model_costs import ModelCosts, ParameterCount, UnitWeights
 from megatron.estimate.run_estimate import RunEstimate, estimate_json, table_lines
 from megatron.training.config.config import Config
 from megatron.training.config.flag_table import spellings
@@ -111,7 +112,7 @@ def render_text(report: Report) -> str:
 
 def _estimate(config: Config, estimated: Estimator) -> RunEstimate | None:
     """What ranks hold; None of a model that is not described or has very many layers, and where there is no plan."""
-    if config.description is None or len(config.description.layers) > MOST_LAYERS:
+    if not isinstance(config.description, ModelDescription) or len(config.description.layers) > MOST_LAYERS:
         return None
     if (planner := _or_none(config.planner)) is None:
         return None
@@ -278,7 +279,7 @@ def _parameters(grid: RankGrid | None, count: ParameterCount | None, why: str) -
 def _exchanges(config: Config, spec: ScheduleSpec | None) -> _Section:
     """Of a rank of each pipeline rank with those that have its tokens' experts, by step; None where there are none."""
     part, costs = _or_none(config.world_part), config.model_costs
-    if part is None or part.experts is None or costs is None or spec is None:
+    if part is None or part.experts is None or not isinstance(costs, ModelCosts) or spec is None:
         return None, []
     splits, count = spec.splits_backward, config.last_num_microbatches
     moved = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from megatron.core.optimizer.optimization_config import OptimizerConfig
 from megatron.core.parallelism_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.plan.held.state_bytes import RankBudget, StateBytes
 from megatron.core.pipeline_parallel.plan.held.units import StageUnits
+from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import Sharding, ShardPlace, sharding_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.layer_table import layer_table
@@ -24,14 +24,15 @@ from megatron.core.transport import rank_grid
 from megatron.core.transport.rank_grid import RankGrid, RankGridError, WorldPart
 from megatron.estimate.description import ModelDescription
 from megatron.estimate.exchange_wire import ExchangeWire
-from megatron.estimate.model_costs import CPU, GPU, DeviceRates, ModelCosts
+from megatron.estimate.model_costs import ModelCosts
+from megatron.estimate.own_description import OwnCosts, OwnDescription, costs_of
+from megatron.estimate.unit_work import CPU, GPU
 from megatron.training.config import training_config
 from megatron.training.config.microbatches import BatchSchedule, BatchScheduleError
 from megatron.training.config.state_bytes import rank_budget, state_bytes
 from megatron.training.staged_model import StagedModel
 
 if TYPE_CHECKING:
-    from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
     from megatron.training.planner import Planner
 
 DEFAULT_ORIGIN = "default"
@@ -46,7 +47,8 @@ class Config:
 
     extra: values of the user's own flags. origin: for each name "default", "flag", "FILE:LINE", "derived",
     "checkpoint", "args_defaults" or "launcher". warnings, notes: told once by rank 0. description: of the model, None
-    before somebody has looked at it, for which torch is needed. exchange_wire: as a run has measured it.
+    before somebody has looked at it, for which torch is needed. decided: a schedule that is taken in place of a choice,
+    while a model is looked at for it. exchange_wire: as a run has measured it.
     """
 
     model: TransformerConfig
@@ -65,7 +67,8 @@ class Config:
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    description: ModelDescription | None = None
+    description: ModelDescription | OwnDescription | None = None
+    decided: ScheduleSpec | None = None
     exchange_wire: ExchangeWire | None = None
 
     @classmethod
@@ -201,7 +204,7 @@ class Config:
         """
         from megatron.training.planner import Planner  # parsing flags imports no search
 
-        return Planner(self.staged_model, self.rank_budget)
+        return Planner(self.staged_model, self.rank_budget, self.decided)
 
     @property
     def staged_model(self) -> StagedModel:
@@ -254,7 +257,7 @@ class Config:
         return all(size is not None and size >= 1 for size in sizes)
 
     @property
-    def model_costs(self) -> ModelCosts | None:
+    def model_costs(self) -> ModelCosts | OwnCosts | None:
         """What costs are estimated from; None before the model is described."""
         if self.description is None:
             return None
@@ -288,12 +291,6 @@ class Config:
             for name, value in values.items():
                 lines.append(f"  {name}: {_scalar(value)}  # {self.origin.get(name, DEFAULT_ORIGIN)}")
         return "\n".join(lines) + "\n"
-
-
-@functools.lru_cache(maxsize=16)
-def costs_of(description: ModelDescription, model: TransformerConfig, rates: DeviceRates) -> ModelCosts:
-    """The same object for the same model, which sums up what its pieces take once."""
-    return ModelCosts(description, model, rates)
 
 
 # Of flags, by the names that sections of YAML have; every setting with its group, by its destination name.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.core.transport.traffic import NOTHING, Moved, TrafficCounter
 from megatron.core.words import counted, decimal, size_text, time_text
+from megatron.estimate.model_costs import ModelCosts
 from megatron.training.report.session import Session
 
 
@@ -37,7 +38,9 @@ class Exchanges:
         if ps.experts is None:
             return cls(ps.rank, ps.ep_etp_group.traffic)
         costs, stages = session.config.model_costs, spec.held_by(ps.pp_rank)
-        planned = None if costs is None else costs.exchanged_bytes(stages, splits=spec.splits_backward)
+        planned = None
+        if isinstance(costs, ModelCosts):
+            planned = costs.exchanged_bytes(stages, splits=spec.splits_backward)
         dispatcher = model.moe_token_dispatcher_type
         kinds = ("all_gather", "reduce_scatter") if dispatcher == "allgather" else ("all_to_all",)
         wire = session.config.exchange_wire

@@ -22,7 +22,8 @@ from megatron.training.report.timers import Timers
 
 @dataclasses.dataclass
 class Session:
-    """The surroundings of a run. `config` is complete: the padded vocabulary is known."""
+    """The surroundings of a run. `config` is complete: the padded vocabulary is known. undescribed: why nobody knows
+    before a step what the model takes, though somebody asks."""
 
     config: Config
     env: LaunchEnv
@@ -34,6 +35,7 @@ class Session:
     folder: RunFolder
     started_at: float
     planner: Planner
+    undescribed: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Every setting under its destination name, with what the planner has decided."""

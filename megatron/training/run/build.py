@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron.core.device import Device, DeviceKind
+from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt import GPTModel
 from megatron.core.module import MegatronModule, ModelContext, ModelError
@@ -37,6 +38,7 @@ from megatron.core.transport.collectives import broadcast_weights, mean_over
 from megatron.core.transport.fake import FakePeers
 from megatron.core.transport.imagined import ImaginedWorld
 from megatron.core.transport.parallel_state import ParallelState, imagined_state
+from megatron.estimate.description import ModelDescription
 from megatron.training.config.config import Config
 from megatron.training.engine import Chunk, Engine
 from megatron.training.planner import Planner
@@ -111,7 +113,9 @@ def build_engine(
     Communicates over mp, and for models that are not ours over dp (their initial weights), and over the world for
     schedules that split backwards. Raises ModelError for what the model cannot do under these flags.
     """
-    chunks, model, meta = build_chunks(config, ps, model_provider, planner or config.planner())
+    planner = planner or config.planner()
+    ddp = planner.sharded(config.ddp)
+    chunks, model, meta = build_chunks(config, ps, model_provider, planner.spec, ddp)
     if config.model.init_model_with_meta_device:  # built without memory: one whole parameter at a time
         for name, one in meta.items():
             whole = torch.empty(one.local_shape, dtype=params_dtype(config), device=ps.device.torch_device)
@@ -135,11 +139,14 @@ def build_engine(
 
 
 def build_chunks(
-    config: Config, ps: ParallelState, model_provider: ModelProvider, planner: Planner
+    config: Config,
+    ps: ParallelState,
+    model_provider: ModelProvider,
+    spec: ScheduleSpec,
+    ddp: DistributedDataParallelConfig,
 ) -> tuple[tuple[Chunk, ...], DistributedDataParallel, dict[str, ParamMeta]]:
-    """The chunks, and what makes them data parallel, with facts about their parameters. Communicates as `build_engine`
-    does, but over mp. Raises ModelError."""
-    spec = planner.spec
+    """The chunks, and what makes them data parallel, with facts about their parameters. spec, ddp: as the planner has
+    decided. Communicates as `build_engine` does, but over mp. Raises ModelError."""
     chunks = tuple(
         build_chunk(config, ps, model_provider, chunk, spec) for chunk in range(spec.placement.num_chunks)
     )
@@ -160,7 +167,6 @@ def build_chunks(
     if None in sinks:
         broadcast_weights(modules, ps)
     stages = [chunk.stage for chunk in chunks]
-    ddp = planner.sharded(config.ddp)
     return chunks, DistributedDataParallel(modules, ps, ddp, meta, sinks=sinks, stages=stages), meta
 
 
@@ -222,11 +228,11 @@ def build_chunk(
         module = model_provider(**arguments)
     module.to(params_dtype(config))
     what, described = type(module).__name__, _is_described(module, config)
-    if config.parallel.rank_memory_limit is not None and not described:
+    limited = config.parallel.rank_memory_limit is not None and not described
+    if limited and isinstance(config.description, ModelDescription):
         raise ModelError(
-            "--rank-memory-limit plans by what the flags say of a GPT, and the model provider makes another model, "
-            f"{what}: leave it out, or bound gathered weights and gradients alone, with --fsdp-reshard-policy budget "
-            "--fsdp-memory-budget BYTES"
+            f"--rank-memory-limit: stage {stage} is another model, {what}, than the GPT of the flags that it was "
+            "planned as: let the model provider make the same model whenever, and on whichever rank, it is called"
         )
     if isinstance(module, MegatronModule):
         return Chunk(stage, spec, module, module.context, module.context.grads, described)

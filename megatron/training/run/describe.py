@@ -27,12 +27,36 @@ from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.description import ModelDescription, ModelPiece, renumbered
 from megatron.estimate.observe import ObservedPart, observe
 from megatron.training.config.config import GROUPS, Config
-from megatron.training.planner import possible_stages
+from megatron.training.config.problems import Problem
+from megatron.training.planner import possible_specs
 from megatron.training.report.step_metrics import evaluate_loss, loss_to_differentiate
 from megatron.training.run.build import imagined_world, params_dtype, part_of_model
 
 # Settings that decide on nothing of what is described, and differ between launches of one model.
 _ELSEWHERE = ("checkpoint", "logging", "profiling", "reliability", "evaluation", "tokenizer")
+
+
+def asks_for_costs(config: Config) -> bool:
+    """Whether plans, rules or reports of a run depend on what its model takes."""
+    reports = config.logging.report_theoretical_memory or config.training.fake_process_group
+    validates = config.parallel.enable_optimizer_post_validation
+    return config.staged_model.reads_costs or validates or reports
+
+
+def limit_fault(config: Config, undescribed: str) -> Problem | None:
+    """That limits in bytes cannot be kept to. undescribed: why nobody knows what the model takes."""
+    names = [
+        name for name in ("rank_memory_limit", "pipeline_memory_limit") if getattr(config.parallel, name)
+    ]
+    if not names or not undescribed:
+        return None
+    flags = tuple(f"--{name.replace('_', '-')}" for name in names)
+    fix = (
+        "build the model and run its forward step without reading values of tensors (.item(), .tolist(), branches on "
+        "them), or leave the limit out; --fsdp-reshard-policy budget --fsdp-memory-budget BYTES bounds gathered "
+        "weights and gradients alone"
+    )
+    return Problem("own-model", flags, f"{flags[0]}: {undescribed}", fix)
 
 
 def described(config: Config) -> Config:
@@ -55,7 +79,8 @@ class _Asked:
 @functools.lru_cache(maxsize=32)
 def _described(asked: _Asked) -> ModelDescription:
     config = asked.config
-    stages = possible_stages(config.staged_model, config.rank_budget)
+    specs = possible_specs(config.staged_model, config.rank_budget)
+    stages = tuple(dict.fromkeys(stage for spec in specs for stage in spec.stages))
     ps = imagined_world(config).state(0)
     with _without_compiler():
         plain = described_model(config, ps, stages)

@@ -192,7 +192,6 @@ class TrainingLoop:
         config = self._config
         return (
             number >= self.state.train_iters
-            or self._measuring.broken_limit is not None
             or self._evaluator.is_due(number)
             or self.checkpoints.is_due(number)
             or ends_at(number, config.training.exit_interval)
@@ -251,10 +250,6 @@ class TrainingLoop:
 
     def _ending(self, flags: tuple[float, ...]) -> Ending | None:
         """A reason to stop after this iteration, the same on all ranks. Communicates over the world if there is one."""
-        if (broken := self._measuring.broken_limit) is not None:
-            why = metrics.datetime_line("exiting program: --rank-memory-limit", datetime.datetime.now())
-            self._session.print_rank_0(f"ERROR: {broken}", why)
-            return Ending(ExitStatus.CONFIGURATION, broken)
         signalled, time_is_up = flags
         training, iteration, status = self._config.training, self.state.iteration, ExitStatus.DONE
         if not (signalled or time_is_up or ends_at(iteration, training.exit_interval)):

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.units import groups_of
 from megatron.core.pipeline_parallel.plan.ir import Plan, plan_hash
-from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles, RankLimitError
+from megatron.core.pipeline_parallel.plan.measuring.replan import Bubbles
 from megatron.core.pipeline_parallel.plan.planned_residency import (
     HeldBytes,
     StepMoves,
@@ -36,8 +36,9 @@ from megatron.core.tensor_parallel.expert_ranks import ExpertRanks
 from megatron.core.transport import collectives, host_data
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import size_text
-from megatron.estimate.description import EXCHANGE
+from megatron.estimate.description import EXCHANGE, ModelDescription
 from megatron.estimate.exchange_wire import ExchangeWire
+from megatron.estimate.own_description import OwnDescription
 from megatron.training.config.config import Config
 from megatron.training.report.plan_facts import check_same_plan
 from megatron.training.run.build import params_dtype, unsplittable
@@ -62,7 +63,6 @@ class Measuring:
         self._parts, self._session, self._pipeline = parts, parts.session, parts.pipeline
         self._start = self._length = 0
         self._link_known = False
-        self.broken_limit: str | None = None  # why the run has to end, the same on all ranks
         if parts.pipeline.spec.residency is None:
             return
         validated = self._session.config.parallel.enable_optimizer_post_validation
@@ -107,7 +107,7 @@ class Measuring:
         if not self._link_known:
             self._pipeline.measure_link()
             self._link_known = True
-        if self._pipeline.planner.costs is not None or self.broken_limit is not None:
+        if self._pipeline.planner.costs is not None:
             return
         if iteration < self._start:  # the window is measured by itself; its first step may have run already
             profiler.forget(iteration)
@@ -125,7 +125,10 @@ class Measuring:
         return Bubbles.of(figures, step.plan, self._pipeline.spec.with_lanes(self._pipeline.wire))
 
     def _in_bytes(self, spec: ScheduleSpec) -> CostModel | None:
-        """By which activations are counted."""
+        """By which activations are counted; None where nobody has looked at the model that runs."""
+        is_own = isinstance(self._session.config.description, OwnDescription)
+        if not (is_own or self._parts.engine.is_described):
+            return None
         return self._pipeline.planner.model.in_bytes(spec)
 
     def _residency(self, task: StepTask) -> StepResidency | None:
@@ -170,13 +173,7 @@ class Measuring:
             return
         sizes = num_microbatches, max(num_microbatches, session.config.last_num_microbatches)
         splits, planner = all(splits for _, splits in gathered), pipeline.planner
-        try:
-            spec, reasons, told = planner.replan(
-                iteration, figures, sizes, splits=splits, lanes=pipeline.wire
-            )
-        except RankLimitError as error:
-            self.broken_limit = str(error)
-            return
+        spec, reasons, told = planner.replan(iteration, figures, sizes, splits=splits, lanes=pipeline.wire)
         limited = planner.budget is not None
         why = f" > --{'rank-memory-limit' if limited else 'pipeline-schedule auto'}, by measured costs: "
         session.print_rank_0(*(f"{why}{line}" for line in reasons), brief="")
@@ -209,8 +206,6 @@ class MeasuredAlone:
     """In place of `Measuring` for a rank without peers (--fake-process-group): its second step is profiled, for what it
     holds, and no more is said or solved."""
 
-    broken_limit: str | None = None
-
     def __init__(self, profiler: Profiler | None) -> None:
         self._profiler = profiler
 
@@ -238,7 +233,7 @@ def measuring_of(parts: RunParts) -> Measuring | MeasuredAlone:
 def measured_exchange_wire(config: Config, ps: ParallelState) -> ExchangeWire | None:
     """By the dispatcher's own collective, and a product of a layer's tokens with a matrix [hidden, hidden]; None where
     experts have no ranks of their own, or none of these is there. Communicates over `ep_etp`, and over the world."""
-    if ps.experts is None or config.description is None or ps.is_fake:
+    if ps.experts is None or not isinstance(config.description, ModelDescription) or ps.is_fake:
         return None
     exchanged = (
         sum(size for key, size in piece.collectives.items() if key[:2] == ("F", EXCHANGE))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,8 +28,8 @@ from megatron.core.pipeline_parallel.runtime.profiler import Profiler
 from megatron.core.pipeline_parallel.runtime.recorder import Recorder, Region
 from megatron.core.pipeline_parallel.runtime.stage import ModelStage
 from megatron.core.pipeline_parallel.runtime.timeline_writer import TimelineWriter
-from megatron.core.protocols import Stage
 from megatron.core.transformer.experts.counted import counted
+from megatron.estimate.own_description import OwnDescription
 from megatron.training.engine import Chunk, Engine
 from megatron.training.guard.run_folder import OutputPathError
 from megatron.training.planner import Planner
@@ -97,17 +96,14 @@ class PipelineRunner:
         self.validator: PostValidator | None = None
         self._step: _Step | None = None
         self._own_stages = {chunk.stage: self._stage(chunk) for chunk in engine.chunks}
-        self._stages: Mapping[int, Stage] = self._own_stages
-        if profiler is not None:
-            self._stages = profiler.weigh(self._stages)
         self._boundaries = UnitBoundaries()
         self.wire: LaneCosts | None = None  # what is moved costs; None where nothing is
         self.planner, spec = planner, planner.spec
         residency = engine.model.residency(spec.placement.num_ranks, spec.residency)
         if engine.model.has_peers:
             own = spec.local_stages(self._ps.pp_rank)
-            described = None
-            if engine.is_described and session.config.description is not None:
+            described, description = None, session.config.description
+            if isinstance(description, OwnDescription) or (engine.is_described and description is not None):
                 described = planner.chosen.stages_units or session.config.units_of(planner.chosen)
             planner.serve(units_of_all_stages(engine.model, own, described), residency)
             self.wire = measured_wire(engine.model)
@@ -258,7 +254,7 @@ class PipelineRunner:
         return Executor(
             plan,
             self._ps.pp_rank,
-            self._stages,
+            self._own_stages,
             self._channel,
             self._engine.model,
             units=None if units is None else {stage: units[stage] for stage in self._own_stages},

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.plan.ir import PlanError
 from megatron.core.transport.peer_loss import PeerLostError
 from megatron.core.words import size_text
 from megatron.estimate.description import ModelDescription, ModelPiece
+from megatron.estimate.own_description import OwnDescription
 from megatron.estimate.peak import kinds_text, peak_lines
 from megatron.estimate.rank_parts import BETWEEN_STEPS, SUMS, RankAccount
 from megatron.training.report import metrics
@@ -21,7 +22,6 @@ from megatron.training.run.rehearse.comparison import (
     parts_of,
     step_bytes,
 )
-from megatron.training.run.rehearse.own_stages import own_stages
 from megatron.training.state import StepTask
 
 
@@ -130,29 +130,23 @@ class PlannedMemory:
 
 
 def _is_wanted(session: Session) -> bool:
-    """Whether somebody asks for what is planned. Only then is a user's provider called once more."""
+    """Whether somebody asks for what is planned."""
     return session.config.logging.report_theoretical_memory or session.ps.is_fake
 
 
 def _account(parts: RunParts, num_microbatches: int) -> tuple[RankAccount | None, str]:
     """Of this rank; None where nobody has looked at its model, and why."""
     session, engine, spec = parts.session, parts.engine, parts.pipeline.spec
-    config, rank = session.config, session.ps.rank
-    description: ModelDescription | Mapping[int, ModelPiece] | None = config.description
-    if isinstance(description, ModelDescription) and spec.keeps_gathered:
-        description = description.gathered or description
-    if description is None or not (engine.is_described or _is_wanted(session)):
-        return None, "nobody asks"
-    if not engine.is_described:
-        try:
-            description = own_stages(config, spec, engine.provider, parts.pipeline.forward_step, rank=rank)
-        except Exception as error:  # of a user's code, which may do on such tensors what it wants
-            told = str(error).strip().partition("\n")[0]
-            return None, (
-                "the model is your own, and its provider or forward step cannot be run on tensors without memory "
-                f"({type(error).__name__}: {told}): what it holds is measured alone"
-            )
-    held = parts_of(config, spec, description, engine.model, step_bytes(config, engine))
+    config, description = session.config, session.config.description
+    seen: ModelDescription | Mapping[int, ModelPiece]
+    if isinstance(description, OwnDescription):
+        seen = description.stages(spec.placement)
+    elif description is not None and engine.is_described:
+        seen = (description.gathered or description) if spec.keeps_gathered else description
+    else:
+        why = session.undescribed
+        return None, f"{why}: what it holds is measured alone" if why else "nobody asks"
+    held = parts_of(config, spec, seen, engine.model, step_bytes(config, engine))
     own = session.ps.pp_rank, held, engine.model.buffer
     try:
         return full_account(config, parts.pipeline.planner, num_microbatches, *own), ""

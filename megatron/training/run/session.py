@@ -7,6 +7,8 @@ import datetime
 import logging
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives, host_data, parallel_state
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
-from megatron.estimate.description import as_json, from_json
+from megatron.estimate.own_description import description_as_json, description_from_json
 from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -38,15 +40,18 @@ from megatron.training.report import metrics
 from megatron.training.report.session import Session
 from megatron.training.report.timers import Timers
 from megatron.training.run.build import fake_state
-from megatron.training.run.describe import described
+from megatron.training.run.describe import asks_for_costs, described, limit_fault
 from megatron.training.run.measuring import measured_exchange_wire
 
 _OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.
 
 
-def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
+Look = Callable[[Config, Tokenizer], tuple[Config, str]]
+
+
+def initialize(config: Config, env: LaunchEnv, folder: RunFolder, look: Look | None = None) -> Session:
     """Threads, device, the comparison between ranks, their groups, seeds, tokenizer, the run's folder: all before the
-    model.
+    model. look: describes the model that will be built, or says why it cannot; None: the one of the flags.
 
     Raises ValueError for the user's mistakes, StartupMismatchError on every rank when ranks were started differently,
     LeaseError on every rank when another run holds --save, PeerLostError. Communicates over the world.
@@ -69,13 +74,15 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
     sow(config.training.seed, ps)
     assert config.tokenizer.tokenizer_type is not None, "the rules ask for --tokenizer-type"
     tokenizer = build_from_config(config.tokenizer)
-    config, planner = _planned(with_vocabulary(config, tokenizer, ps), env, ps)
+    config = with_vocabulary(config, tokenizer, ps)
+    config, planner, undescribed = _planned(config, env, ps, tokenizer, look)
     timers = new_timers(config, ps)
     # The last thing that may be refused: from here on the run's ends are recorded, and the folder given free. Gathered,
     # as a broadcast would not wait for the others, who would lose a first rank that ends.
     claimed = folder.claim(env, say) if ps.is_first_rank else None
     folder.adopt(host_data.all_gather_json(claimed, ps.control_group)[0])
-    session = Session(config, env, here, ps, timers, watchdog, tokenizer, folder, started_at, planner)
+    shared = config, env, here, ps, timers, watchdog, tokenizer, folder, started_at, planner
+    session = Session(*shared, undescribed)
     said = f"; {said_by}" if asked is not None else ""  # else ranks share the cores
     cores, ranks = counted(available_cores(), "core"), counted(env.local_world_size, "local rank")
     size, padded = tokenizer.vocab_size, config.model.padded_vocab_size or 0
@@ -83,6 +90,10 @@ def initialize(config: Config, env: LaunchEnv, folder: RunFolder) -> Session:
         *([] if raised is None else [raised]),
         metrics.THREADS.format(threads=threads, cores=cores, ranks=ranks, said_by=said),
     )
+    if undescribed and config.staged_model.reads_costs:
+        session.print_rank_0(
+            f" > planned as of equal stages: {undescribed}. Times are measured in steps, activations are in no plan"
+        )
     vocabulary = metrics.PADDED_VOCAB.format(size=size, dummies=padded - size, padded=padded)
     with_padding = f", {padded:,} with padding" if padded > size else ""
     session.print_rank_0(vocabulary, brief=f" > vocabulary: {size:,} tokens{with_padding}")
@@ -141,9 +152,11 @@ def sow(seed: int, ps: ParallelState) -> None:
         generator(seed + 100 * ps.pp_rank)  # as Megatron
 
 
-def _planned(config: Config, env: LaunchEnv, ps: ParallelState) -> tuple[Config, Planner]:
+def _planned(
+    config: Config, env: LaunchEnv, ps: ParallelState, tokenizer: Tokenizer, look: Look | None
+) -> tuple[Config, Planner, str]:
     """With the bytes of --rank-memory-limit, and the model's description where plans or rules read it, with the wire by
-    which its exchanges are priced; and the run's planner.
+    which its exchanges are priced; the run's planner; and why the model is not described.
 
     Communicates over the world and `ep_etp`. Raises ConfigurationError on every rank alike.
     """
@@ -151,19 +164,23 @@ def _planned(config: Config, env: LaunchEnv, ps: ParallelState) -> tuple[Config,
     if _asks_machine(config):
         share = int(_OF_DEVICE * (ps.device.total_bytes() or 0)) if limit == "auto" else limit
         config = config.replace(rank_memory_limit=min(host_data.all_gather_json(share, ps.control_group)))
-    validates = config.parallel.enable_optimizer_post_validation
-    reports = config.logging.report_theoretical_memory or ps.is_fake
-    if config.staged_model.reads_costs or validates or reports or config.data_parallel_size > 1:
+    undescribed = ""
+    if asks_for_costs(config) or config.data_parallel_size > 1:
         # One rank looks: all see the same, and ranks of a machine share its cores.
-        mine = as_json(described(config).description) if ps.is_first_rank else None
-        told = host_data.all_gather_json(mine, ps.control_group)[0]
-        config = dataclasses.replace(config, description=None if told is None else from_json(told))
+        mine: list[Any] = []
+        if ps.is_first_rank:
+            seen, why = (described(config), "") if look is None else look(config, tokenizer)
+            mine = [description_as_json(seen.description), why]
+        content, undescribed = host_data.all_gather_json(mine, ps.control_group)[0]
+        config = dataclasses.replace(config, description=description_from_json(content))
         config = dataclasses.replace(config, exchange_wire=measured_exchange_wire(config, ps))
+    if (problem := limit_fault(config, undescribed)) is not None:
+        raise ConfigurationError([problem])
     found = [dataclasses.asdict(problem) for problem in plan_problems(config, env)]
     for problems in host_data.all_gather_json(found, ps.control_group):
         if problems:  # machines differ in their memory
             raise ConfigurationError(Problem(**one) for one in problems)
-    return config, config.planner()
+    return config, config.planner(), undescribed
 
 
 def _asks_machine(config: Config) -> bool:

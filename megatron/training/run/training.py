@@ -44,6 +44,7 @@ from megatron.training.run.build import ModelProvider, UnsplittableError, build_
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
+from megatron.training.run.rehearse.own_model import Provided, described_run
 from megatron.training.run.rehearse.rehearsal import rehearse, tell_of_peers
 from megatron.training.run.session import initialize
 
@@ -148,7 +149,14 @@ class _Run:
     ) -> Ending:
         """Everything up to the last iteration. Raises what STATUS_TABLE lists, and TrainingExit."""
         with waiting.ended_by(self.signals.end_waiting):
-            session = self.session = initialize(self.config, self.env, self.folder)
+            session = self.session = initialize(
+                self.config,
+                self.env,
+                self.folder,
+                lambda config, tokenizer: described_run(
+                    config, Provided(model_provider, forward_step, tokenizer)
+                ),
+            )
             config, ps = session.config, session.ps
             args = {**session.settings(), **config.extra}
             global_vars.publish(args, rank=ps.rank, world_size=ps.world_size)

@@ -2,7 +2,8 @@
 """A pipeline of a user's own plain nn.Module, with Megatron's `set_input_tensor`, and the mistakes users make in one.
 
 Weights start from their names, so that any cut of the model starts alike. --without makes the model or its provider
-lack what a pipeline needs; --same-names names every stage's parameters alike.
+lack what a pipeline needs; --same-names names every stage's parameters alike; --reads-values has the forward step look
+at tokens.
 """
 
 import sys
@@ -72,6 +73,7 @@ def add_arguments(parser):
     group = parser.add_argument_group("plain pipeline")
     group.add_argument("--without", choices=["set_input_tensor", "vp_stage"])
     group.add_argument("--same-names", action="store_true")
+    group.add_argument("--reads-values", action="store_true")
     return parser
 
 
@@ -94,6 +96,8 @@ def old_provider(pre_process=True, post_process=True):
 
 def forward_step(data_iterator, model):
     batch = next(data_iterator)
+    if get_args().reads_values and batch.get("tokens") is not None:
+        assert batch["tokens"].min().item() >= 0
     output = model(batch.get("tokens"), batch.get("labels"))
     return output, lambda loss: (loss, {"lm loss": loss})
 

@@ -17,7 +17,7 @@ from megatron.core.module import ModelChunks
 from megatron.core.pipeline_parallel.plan.held.state_bytes import StateBytes
 from megatron.core.pipeline_parallel.plan.placement import Placement
 from megatron.core.sharding_table import STRATEGIES, ShardOver, ShardPlace
-from megatron.estimate.model_costs import CPU, DeviceRates
+from megatron.estimate.unit_work import CPU, DeviceRates
 from tests.harness.described import costs_of_model, whole
 from tests.harness.tiny_models import VARIANTS, tiny_config
 

@@ -120,7 +120,7 @@ def own(config, ps, **words):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("provider", [frozen, own])
-def test_what_flags_do_not_describe_is_planned_as_built_and_not_under_a_limit(provider):
+def test_what_flags_do_not_describe_is_planned_as_built_and_not_by_flags_under_a_limit(provider):
     def body(ctx):
         _, engine, stages = built(ctx, {"dp": 2}, ZERO_3, provider)
         assert not engine.is_described
@@ -131,8 +131,8 @@ def test_what_flags_do_not_describe_is_planned_as_built_and_not_under_a_limit(pr
         return str(refused.value), [(one.name, one.grad_bytes) for one in units[0].units]
 
     for message, units in run_ranks(body, 2):
-        assert message.startswith("--rank-memory-limit plans by what the flags say of a GPT")
-        assert "leave it out" in message
+        assert message.startswith("--rank-memory-limit: stage 0 is another model")
+        assert "let the model provider make the same model" in message
         assert (dict(units)["decoder.layers.0"] > 0) == (provider is own)
 
 

@@ -1,4 +1,4 @@
-"""Measuring a pipeline while it trains: what computations take, and what they hold, for solving its schedule again.
+"""Measuring a pipeline while it trains: what computations take, for solving its schedule again, and what a step holds.
 
 The profiler keeps the steps of a window (`--zero-bubble-pipeline-timers-start-iter`, `-end-iter`) and of every log
 interval's last iteration in memory, and makes small figures of them (plan/measuring/measured_costs.py). Exchanging
@@ -8,10 +8,7 @@ figures and making a plan of them is the trainer's.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Callable
 
 from megatron.core.device import Device
 from megatron.core.machine import heap_bytes
@@ -23,10 +20,8 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     median,
 )
 from megatron.core.pipeline_parallel.runtime.recorder import StepReader
-from megatron.core.protocols import Stage
 
 MOST_STEPS = 32  # that are kept; of more, the latest
-MOST_WEIGHINGS = 256  # of one stage and kind of backward
 
 
 class Profiler(StepReader):
@@ -54,7 +49,6 @@ class Profiler(StepReader):
         self._interval = 0 if device.queues_work else interval
         self.move_window(start, end)
         self._steps: deque[RankStep] = deque(maxlen=MOST_STEPS)
-        self._weighed: dict[int, _WeighedStage] = {}
         self._step: RankStep | None = None  # under way, where it is watched
         self._begin_bytes = 0
 
@@ -86,11 +80,6 @@ class Profiler(StepReader):
         if not step.repeated and NOT_RUN not in step.spans:
             self._steps.append(step)
 
-    @property
-    def watching(self) -> bool:
-        """The step under way."""
-        return self._step is not None and not self._step.repeated
-
     # What was measured -----------------------------------------------------------------------------
 
     def local_figures(self, until: int | None = None, link_ns: int | None = None) -> Figures | None:
@@ -99,18 +88,15 @@ class Profiler(StepReader):
         kept = [one for one in self._steps if until is None or one.iteration <= until]
         if not kept:
             return None
-        sizes = {stage: size for stage, one in self._weighed.items() if (size := one.sizes()) is not None}
-        # All stages or none: a plan needs every one of them.
-        activations = sizes if len(sizes) == len(self._weighed) else None
         peak = median([one.peak_bytes for one in kept])
         link = kept[-1].link_ns if link_ns is None else link_ns
-        return figures_of(kept, self._pipeline, activations, peak, link)
+        return figures_of(kept, self._pipeline, peak, link)
 
     def figures_of_step(self, iteration: int) -> Figures | None:
-        """Of one step, activations apart; None for a step that is not kept."""
+        """Of one step; None for a step that is not kept."""
         if (found := self.step_of(iteration)) is None:
             return None
-        return figures_of([found], self._pipeline, None, found.peak_bytes, found.link_ns)
+        return figures_of([found], self._pipeline, found.peak_bytes, found.link_ns)
 
     def step_of(self, iteration: int) -> RankStep | None:
         """As it ran; None for a step that is not kept."""
@@ -121,16 +107,8 @@ class Profiler(StepReader):
         all are."""
         while self._steps and (until is None or self._steps[0].iteration <= until):
             self._steps.popleft()
-        if not self._steps:
-            for one in self._weighed.values():
-                one.clear()
 
     # Memory ----------------------------------------------------------------------------------------
-
-    def weigh(self, stages: Mapping[int, Stage]) -> dict[int, Stage]:
-        """The same stages (of this rank, by global stage), weighed while a step is watched."""
-        self._weighed = {stage: _WeighedStage(one, self) for stage, one in stages.items()}
-        return dict(self._weighed)
 
     def in_use(self) -> int:
         """Bytes of this rank's device now, on CPU of its heap, without those that come and go by the plan."""
@@ -141,53 +119,3 @@ def bytes_in_use(device: Device) -> int:
     """CUDA: what tensors hold. CPU: the heap in use, without a C library that counts it the resident set."""
     heap = heap_bytes() if device.kind == "cpu" else None
     return device.memory().allocated_bytes if heap is None else heap
-
-
-class _WeighedStage:
-    """A `protocols.Stage` that hands everything on, and compares the bytes in use before and after a backward.
-
-    [Note: weighed by what is given back] What a backward gives back is what F left: the graph's saved tensors and the
-    input. The memory that an F takes is something else: its output belongs to the message that carries it away, unless
-    the graph holds it too. What a backward returns is new, and belongs to the next message.
-    """
-
-    def __init__(self, stage: Stage, profiler: Profiler) -> None:
-        self._stage, self._profiler = stage, profiler
-        self.forward, self.check_empty = stage.forward, stage.check_empty
-        self.clear()
-
-    def clear(self) -> None:
-        # Bytes that BW's, B's and W's gave back.
-        self._by_bw, self._by_b, self._by_w = (deque[int](maxlen=MOST_WEIGHINGS) for _ in range(3))
-
-    def sizes(self) -> tuple[int, int] | None:
-        """(what F leaves, what is held of it between B and W). Where no B was seen, all is held until W."""
-        if self._by_b and self._by_w:
-            by_w = max(0, median(self._by_w))
-            return max(0, median(self._by_b) + by_w), by_w
-        return (max(0, median(self._by_bw)),) * 2 if self._by_bw else None
-
-    @property
-    def splits(self) -> bool:
-        return self._stage.splits
-
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        return self._weigh(self._by_bw, self._stage.backward, microbatch, grad)
-
-    def backward_input(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        return self._weigh(self._by_b, self._stage.backward_input, microbatch, grad)
-
-    def backward_weight(self, microbatch: int, units: tuple[int, int] | None = None) -> None:
-        part = () if units is None else (units,)
-        self._weigh(self._by_w, self._stage.backward_weight, microbatch, *part, weighs=units is None)
-
-    def _weigh(
-        self, given_back: deque[int], run: Callable[..., Tensor | None], *args: Any, weighs: bool = True
-    ) -> Tensor | None:
-        """weighs: parts of a W are not weighed."""
-        before = self._profiler.in_use() if weighs and self._profiler.watching else None
-        answer = run(*args)
-        if before is not None:
-            returned = 0 if answer is None else answer.untyped_storage().nbytes()
-            given_back.append(before - self._profiler.in_use() + returned)
-        return answer

@@ -39,9 +39,14 @@ def parts_of(
     """Of a rank whose engine is there, on tensors with or without memory. description: of the model of the flags, or of
     a model of one's own its stages as one piece each. step: what its optimizer's step takes. drawn: see `RankParts`."""
     ps, stages = model.ps, dict[int, Sequence[ModelPiece]]()
-    for stage in spec.local_stages(ps.pp_rank):
+    filed: dict[int, Sequence[tuple[frozenset[int], int]]] = {}
+    for stage, unit_of in zip(spec.local_stages(ps.pp_rank), model.unit_of_key(), strict=True):
         if not isinstance(description, ModelDescription):
-            stages[stage] = [description[stage]]
+            stages[stage] = [piece := description[stage]]
+            filed[stage] = [
+                (frozenset(unit_of[key] for key in keys if key in unit_of), size)
+                for keys, size in piece.filed_for.items()
+            ]
             continue
         one = spec.stages[stage]
         chunks = config.model.recompute_chunks(len(one.layers))
@@ -59,7 +64,9 @@ def parts_of(
     own_batch = batch_bytes(config) if reads else 0
     if config.parallel.enable_optimizer_post_validation:  # those of the step before may be read again
         drawn += config.last_num_microbatches
-    return RankParts(at_rest, stages, own_batch, exchange, resting, model.slot_of_unit, drawn, step or {})
+    return RankParts(
+        at_rest, stages, own_batch, exchange, resting, model.slot_of_unit, drawn, step or {}, filed
+    )
 
 
 def step_bytes(config: Config, engine: Engine) -> dict[str, dict[str, int]]:

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transformer.experts.expert_bias import ExpertBiases
 from megatron.core.transport.parallel_state import ParallelState
+from megatron.estimate.description import ModelDescription
 from megatron.estimate.device_profiles import DEVICE_PROFILES
 from megatron.estimate.rank_parts import SUMS
 from megatron.estimate.run_estimate import RankEstimate, RunEstimate
@@ -40,7 +41,7 @@ def estimated(config: Config, planner: Planner) -> RunEstimate:
     """Of a configuration whose model is described. planner: of its flags, which is told of the engines. Raises
     PlanError where there is no plan, ModelError as a launch does."""
     description = config.description
-    assert description is not None, "an estimate of a model that nobody has looked at"
+    assert isinstance(description, ModelDescription), "an estimate of a model that flags do not describe"
     models, updates = _models(config, planner)
     steps = _steps(config, models, updates)
     spec = planner.spec
@@ -106,7 +107,7 @@ def _models(config: Config, planner: Planner) -> tuple[list[DistributedDataParal
 
     def build(ps: ParallelState) -> tuple[DistributedDataParallel, StepParts]:
         provider = functools.partial(build_gpt_model, config, ps)
-        chunks, model, _ = build_chunks(config, ps, provider, planner)
+        chunks, model, _ = build_chunks(config, ps, provider, planner.spec, planner.sharded(config.ddp))
         update = FlatUpdate(config.optimizer, model.buffer, ps.device.torch_device)
         model.memory_tracker.book({"moments": sum(update.persistent_bytes().values())})
         taken = functools.partial(update_bytes, update, ConvertedGrads(model.buffer, model.memory_tracker))

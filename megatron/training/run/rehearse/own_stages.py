@@ -4,10 +4,11 @@ memory."""
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.device import imagining
 from megatron.core.pipeline_parallel.plan.spec import ScheduleSpec
+from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.estimate.description import ModelPiece
 from megatron.estimate.observe import ObservedPart, observe
@@ -26,24 +28,32 @@ from megatron.training.run.build import ModelProvider, build_chunk, imagined_wor
 from megatron.training.run.describe import host_batch, summed_in
 from megatron.training.run.session import new_timers
 
+_T = TypeVar("_T")
+
 
 def own_stages(
     config: Config,
     spec: ScheduleSpec,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
-    *,
+    tokenizer: Tokenizer | None = None,
     rank: int = 0,
 ) -> dict[int, ModelPiece]:
-    """All stages of the pipeline that a rank is in, by number. Generators of random numbers are left as they were.
+    """All stages of the pipeline that a rank is in, by number, as the spec has them. tokenizer: that user code may ask
+    for. Generators of random numbers are left as they were.
 
     Raises whatever user code does.
     """
+    config = dataclasses.replace(config, decided=spec)
+    asked = config, spec, model_provider, forward_step, tokenizer, rank
+    return with_generators_kept(_observed, *asked)
+
+
+def with_generators_kept(run: Callable[..., _T], *args: Any) -> _T:
+    """What it returns, in a context of its own, of which generators of random numbers show nothing."""
     drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        return contextvars.copy_context().run(
-            _observed, config, spec, model_provider, forward_step, rank=rank
-        )
+        return contextvars.copy_context().run(run, *args)
     finally:
         torch.set_rng_state(drawn[0])
         np.random.set_state(drawn[1])
@@ -51,7 +61,12 @@ def own_stages(
 
 
 def _observed(
-    config: Config, spec: ScheduleSpec, model_provider: ModelProvider, forward_step: ForwardStep, *, rank: int
+    config: Config,
+    spec: ScheduleSpec,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    tokenizer: Tokenizer | None,
+    rank: int,
 ) -> dict[int, ModelPiece]:
     world, found, hidden = imagined_world(config, rank), dict[int, ModelPiece](), None
     grid = config.world_part().grid
@@ -59,7 +74,7 @@ def _observed(
         ps = world.state(grid.rank({**grid.coordinates(rank), "pp": pp_rank}))
         where = ps.device.torch_device
         with imagining(ps.device), torch.device(where):
-            publish_here(config, ps, config.flat(), speaks=False)
+            publish_here(config, ps, config.flat(), speaks=False, tokenizer=tokenizer)
             number = spec.local_stages(pp_rank).index(stage)
             chunk = build_chunk(config, ps, model_provider, number, spec)
             forward = _forward_of(config, chunk, forward_step, host_batch(config, where))
@@ -91,7 +106,12 @@ def _forward_of(
 
 
 def publish_here(
-    config: Config, ps: ParallelState, settings: Mapping[str, Any], *, speaks: bool = True
+    config: Config,
+    ps: ParallelState,
+    settings: Mapping[str, Any],
+    *,
+    speaks: bool = True,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """What user code asks for, in this thread, of one of several ranks. speaks: it prints as that rank would."""
     batch, place = config.batch_schedule(), {"rank": ps.rank, "world_size": ps.world_size}
@@ -107,4 +127,5 @@ def publish_here(
         batch_schedule=batch,
         num_microbatches=lambda: batch.num_microbatches(0),
         global_batch_size=lambda: batch.global_batch_size(0),
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
     )

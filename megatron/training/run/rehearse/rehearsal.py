@@ -42,6 +42,7 @@ from megatron.estimate.rank_parts import SUMS
 from megatron.estimate.step_watch import BATCHES, ENGINE, FIGURES, MESSAGES, Seen, StepWatch
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
+from megatron.training.config.problems import ConfigurationError
 from megatron.training.engine import Engine
 from megatron.training.guard.console import say
 from megatron.training.guard.exit_status import ExitStatus
@@ -51,7 +52,7 @@ from megatron.training.report.session import Session
 from megatron.training.report.step_metrics import ForwardStep, StepMetrics
 from megatron.training.run.build import ModelProvider, build_engine, imagined_world
 from megatron.training.run.data import StepBatches
-from megatron.training.run.describe import described, described_model, host_batch
+from megatron.training.run.describe import described_model, host_batch, limit_fault
 from megatron.training.run.evaluate import evaluate
 from megatron.training.run.parts import RunParts
 from megatron.training.run.pipeline import PipelineRunner
@@ -65,6 +66,7 @@ from megatron.training.run.rehearse.comparison import (
     step_differences,
     step_purpose,
 )
+from megatron.training.run.rehearse.own_model import Provided, described_run
 from megatron.training.run.rehearse.own_stages import own_stages, publish_here
 from megatron.training.run.session import with_vocabulary
 from megatron.training.run.step import StepRunner
@@ -152,7 +154,9 @@ def rehearsed(
 
     Raises whatever a run would.
     """
-    config = described(config)
+    config, undescribed = described_run(config, Provided(model_provider, forward_step))
+    if (problem := limit_fault(config, undescribed)) is not None:
+        raise ConfigurationError([problem])
     world = imagined_world(config, rank)
     built = world.run(lambda ps: _BuiltRank(config, ps, model_provider))
     world.keep_one_a_stage()

@@ -1,19 +1,19 @@
 """What ranks measured while they trained, and the cost model that a schedule is solved for again.
 
-Everything is whole nanoseconds and bytes, and every choice among values is a median or a maximum: ranks that are given
+Everything is whole nanoseconds, and every choice among values is a median or a maximum: ranks that are given
 the same figures come to the same costs, bit for bit, and so to the same plan.
 
 [Note: several ranks measured one stage] Data parallel copies of a stage, and the tensor parallel ranks in it, run one
-plan. A step is over when the slowest of them is, so a stage costs the most that any of them needs, and holds the most
-that any of them holds. Each figure is a median over steps and microbatches before that: the maximum is of what a rank
-does time and again, not of its worst moment.
+plan. A step is over when the slowest of them is, so a stage costs the most that any of them needs. Each figure is a
+median over steps and microbatches before that: the maximum is of what a rank does time and again, not of its worst
+moment.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -31,8 +31,7 @@ class Figures(TypedDict):
 
     times: [kind, global stage, median ns of a computation]. link_ns: a message on this rank's slowest link, 0 if not
     measured. steps: [iteration, ns from the first computation's start to the last one's end, ns in computations].
-    activations: [global stage, bytes that F leaves, bytes of them held between B and W]. peak_bytes: the most on top of
-    what a step began with, 0 if not measured.
+    peak_bytes: the most on top of what a step began with, 0 if not measured.
     """
 
     pipeline: list[int]
@@ -40,7 +39,6 @@ class Figures(TypedDict):
     times: list[list[int]]
     link_ns: int
     steps: list[list[int]]
-    activations: list[list[int]]
     peak_bytes: int
 
 
@@ -65,14 +63,10 @@ class RankStep:
 def figures_of(
     steps: Sequence[RankStep],
     pipeline: Sequence[int],
-    activations: Mapping[int, tuple[int, int]] | None = None,
     peak_bytes: int = 0,
     link_ns: int = 0,
 ) -> Figures:
-    """Medians of a rank's steps, of which there is at least one.
-
-    activations: by global stage, (bytes that F leaves, bytes held between B and W); None: not measured.
-    """
+    """Medians of a rank's steps, of which there is at least one."""
     assert steps, "figures of no step"
     durations: dict[tuple[int, int], list[int]] = defaultdict(list)
     totals = []
@@ -91,7 +85,6 @@ def figures_of(
         times=[[kind, stage, median(values)] for (kind, stage), values in sorted(durations.items())],
         link_ns=link_ns,
         steps=totals,
-        activations=[[stage, *sizes] for stage, sizes in sorted((activations or {}).items())],
         peak_bytes=peak_bytes,
     )
 
@@ -121,7 +114,7 @@ def _ns(seconds: float) -> int:
 
 
 def costs_of(figures: Sequence[Figures], placement: Placement) -> CostModel:
-    """Nanoseconds by global stage, and bytes, where all ranks have measured them; else shares of a rank's activation.
+    """Nanoseconds by global stage; of activations equal shares of a rank's, as bytes are not measured by stage.
 
     figures: of every rank of at least one pipeline, in any order; see the note of this module for how they are merged.
     A BW counts B + W, divided as the B's and W's that were seen elsewhere, evenly where none was. One number stands for
@@ -138,9 +131,10 @@ def costs_of(figures: Sequence[Figures], placement: Placement) -> CostModel:
     b, w, bw = ([times.get((kind, stage)) for stage in stages] for kind in (B, W, BW))
     comm = float(max(one["link_ns"] for one in figures))
     backwards, weights = divide_backwards(b, w, bw)
-    every = [times[F, stage] for stage in stages], backwards, weights, *_activations(figures, placement)
-    of_f, of_b, of_w, after_f, after_b = (tuple(map(float, values)) for values in every)
-    return CostModel(of_f, of_b, of_w, after_f, after_b, comm)
+    every = [times[F, stage] for stage in stages], backwards, weights
+    of_f, of_b, of_w = (tuple(map(float, values)) for values in every)
+    share = (1 / placement.num_chunks,) * placement.num_stages
+    return CostModel(of_f, of_b, of_w, share, share, comm)
 
 
 def divide_backwards(inputs: Times, weights: Times, both: Times) -> tuple[list[int], list[int]]:
@@ -159,21 +153,6 @@ def divide_backwards(inputs: Times, weights: Times, both: Times) -> tuple[list[i
             w = bw - b
         made.append((b or 0, w or 0))
     return [b for b, _ in made], [w for _, w in made]
-
-
-def _activations(figures: Sequence[Figures], placement: Placement) -> tuple[Sequence[float], Sequence[float]]:
-    """(bytes after F, bytes between B and W) by global stage; equal shares of a rank's where nothing was measured."""
-    most: dict[int, tuple[int, ...]] = {}
-    for one in figures:
-        for stage, *sizes in one["activations"]:
-            most[stage] = tuple(map(max, most.get(stage, (0, 0)), sizes))
-    if not most:
-        shares = (1 / placement.num_chunks,) * placement.num_stages
-        return shares, shares
-    missing = [stage for stage in range(placement.num_stages) if stage not in most]
-    assert not missing, f"no rank has measured the activations of stages {missing}, others have"
-    after_f, after_b = zip(*(most[stage] for stage in range(placement.num_stages)), strict=True)
-    return after_f, after_b
 
 
 # What figures say of a run -------------------------------------------------------------------------------

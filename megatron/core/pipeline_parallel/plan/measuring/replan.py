@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.plan.auto import fastest
-from megatron.core.pipeline_parallel.plan.budget_search import fastest_within_limit
 from megatron.core.pipeline_parallel.plan.build import plan_for
 from megatron.core.pipeline_parallel.plan.costs import CostModel
 from megatron.core.pipeline_parallel.plan.held.lanes import LaneCosts, Lanes
-from megatron.core.pipeline_parallel.plan.ir import B, Plan, PlanError, plan_hash
+from megatron.core.pipeline_parallel.plan.ir import Plan, PlanError, plan_hash
 from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     Figures,
     bubble_rate,
@@ -21,11 +17,10 @@ from megatron.core.pipeline_parallel.plan.measuring.measured_costs import (
     peaks_of,
     slowest_pipeline,
 )
-from megatron.core.pipeline_parallel.plan.planned_residency import peak_bytes
 from megatron.core.pipeline_parallel.plan.schedules import SCHEDULES
 from megatron.core.pipeline_parallel.plan.simulate import TOLERANCE, Simulation, over_limit, simulate
 from megatron.core.pipeline_parallel.plan.spec import PlanPurpose, ScheduleSpec
-from megatron.core.words import plain, share_text, size_text
+from megatron.core.words import plain, share_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +122,14 @@ def replanned(
     *,
     splits: bool,
     lanes: LaneCosts | None,
-    alike: Sequence[ScheduleSpec] = (),
 ) -> tuple[ScheduleSpec, CostModel, tuple[str, ...], MeasuredPlan]:
     """What comes of figures of a run: what to run from now on, costs as measured, reasons of `auto`, and what log and
     record say of it.
 
     iteration: the last one that was measured. num_microbatches: of a step now, and the most of a later one. For the
-    rest see `solve_again`. Raises RankLimitError where nothing keeps to the limit of all that a rank holds."""
+    rest see `solve_again`."""
     costs, (now, most) = measured_costs(figures, spec), num_microbatches
-    again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes, alike=alike)
+    again, kept, reasons = solve_again(spec, costs, now, most, splits=splits, lanes=lanes)
     before, after = (_planned_bubble(one, now, costs, lanes) for one in (spec, again))
     plan = plan_for(again.bare, now, PlanPurpose.TRAIN)
     f_ms, b_ms, w_ms = (tuple(one / _NS_PER_MS for one in times) for times in (costs.f, costs.b, costs.w))
@@ -166,21 +160,12 @@ def _planned_bubble(
 
 
 def measured_costs(figures: Sequence[Figures], spec: ScheduleSpec) -> CostModel:
-    """Times in ns as measured. Activations in bytes as measured, where every stage told of some that should hold any;
-    else those known so far. A stage whose backwards were all fused has not shown what is held between B and W: as much
-    of an activation as was known."""
-    if not (weighed := spec.estimated and all(one["activations"] for one in figures)):
-        figures = [Figures(**{**one, "activations": []}) for one in figures]
-    costs, known = costs_of(figures, spec.placement), spec.costs
-    expected = known.activation
-    if not weighed or any(need > 0 >= size for need, size in zip(expected, costs.activation, strict=True)):
-        return dataclasses.replace(costs, activation=expected, held_after_b=known.held_after_b)
-    seen = {stage for one in figures for kind, stage, _ in one["times"] if kind == B}
-    held = list(costs.held_after_b)
-    for stage, need in enumerate(expected):
-        if need and stage not in seen:
-            held[stage] = costs.activation[stage] / need * known.held_after_b[stage]
-    return dataclasses.replace(costs, held_after_b=tuple(held))
+    """Times in ns as measured, activations as they are known: of a described model in bytes that were seen, else shares
+    of a stage's."""
+    known = spec.costs
+    return dataclasses.replace(
+        costs_of(figures, spec.placement), activation=known.activation, held_after_b=known.held_after_b
+    )
 
 
 def solve_again(
@@ -191,26 +176,18 @@ def solve_again(
     *,
     splits: bool,
     lanes: LaneCosts | None = None,
-    alike: Sequence[ScheduleSpec] = (),
 ) -> tuple[ScheduleSpec, str | None, tuple[str, ...]]:
-    """What to run from now on, if it takes less by these costs than what runs, or if that holds too much, and None;
-    else what runs, and why it stays. Last, the reasons of `auto`.
+    """What to run from now on, if it takes less by these costs than what runs, and None; else what runs, and why it
+    stays. Last, the reasons of `auto`. What ranks hold is known before a run and depends on no time, so that limits
+    which were kept are kept.
 
     lanes: what operations of data parallelism take; where a plan has some, computations and these are chosen again, of
     a fixed order these alone. Which microbatches a reduction sums up stays as it is, by the spec's groupings.
-
-    alike: of a run under a limit of all that a rank holds, what there is to choose from on the same stages. Where the
-    plan that runs breaks the limit by what was measured, the choice is made again. Raises RankLimitError where nothing
-    keeps to it.
 
     most_microbatches: of a later step, when the batch is ramped up; the schedule has to fit there too. splits: whether
     the model's backwards can be split, for `auto` that runs a schedule of whole ones. Layers stay where they are. Pure:
     ranks that are given the same costs come to the same plan.
     """
-    sizes = num_microbatches, most_microbatches
-    if (over := _over_rank_limit(spec, costs, sizes)) is not None:
-        possible = [one for one in alike if splits or not one.row.splits]
-        return _chosen_again(spec, costs, sizes, lanes, possible, over)
     if not spec.reads_costs and (lanes is None or spec.file is not None):
         fixed = f"{spec.schedule} is a fixed order" if spec.file is None else "a file says what is run"
         return spec, fixed, ()
@@ -234,66 +211,8 @@ def solve_again(
     if over_limit(later, again.limits):
         return spec, f"a new one would hold too much with {most_microbatches} microbatches", ()
     better = after.cost < before.cost * (1 - TOLERANCE)
-    if better or (over_limit(before, again.limits) and not over_limit(after, again.limits)):
+    if better:
         return again, None, again.reasons
     share = after.cost / before.cost - 1 if before.cost else 0.0
     longer = f"{share_text(share, 2)} more" if share > TOLERANCE else "as long"
     return spec, f"a new one would take {longer}", again.reasons
-
-
-class RankLimitError(PlanError):
-    """By what was measured, nothing that a run can still choose keeps to --rank-memory-limit."""
-
-
-class _Over(NamedTuple):
-    """A rank that holds more than it may, by estimated activations and by measured ones."""
-
-    rank: int
-    planned: float
-    measured: float
-    limit: float
-
-
-def _over_rank_limit(spec: ScheduleSpec, costs: CostModel, sizes: Sequence[int]) -> _Over | None:
-    """Of the plans that run, the rank that is the most over its limit, by measured costs."""
-    if spec.residency is None or spec.residency.limit is None:
-        return None
-    found: list[_Over] = []
-    for plan in (plan_for(spec, size, PlanPurpose.TRAIN) for size in dict.fromkeys(sizes)):
-        peaks = (peak_bytes(dataclasses.replace(spec, costs=one), plan) for one in (spec.costs, costs))
-        found += map(_Over, itertools.count(), *peaks, spec.residency.limit)
-    worst = max(found, key=lambda one: one.measured / one.limit)
-    return worst if worst.measured > worst.limit * (1 + TOLERANCE) else None
-
-
-def _chosen_again(
-    spec: ScheduleSpec,
-    costs: CostModel,
-    sizes: tuple[int, int],
-    lanes: LaneCosts | None,
-    alike: Sequence[ScheduleSpec],
-    over: _Over,
-) -> tuple[ScheduleSpec, None, tuple[str, ...]]:
-    """By the chooser of the start; shards stay as they are cut."""
-    candidates = [
-        dataclasses.replace(
-            spec.under(costs, lanes),
-            schedule=one.schedule,
-            group_size=one.group_size,
-            limits=None,
-            limit_in_stages=None,
-            reasons=(),
-        )
-        for one in alike
-    ]
-    try:
-        best, reasons = fastest_within_limit(candidates, sizes[0])
-        plan_for(best.spec, sizes[1], PlanPurpose.TRAIN)
-    except PlanError as error:
-        raise RankLimitError(
-            f"--rank-memory-limit {int(over.limit)}: pipeline rank {over.rank} holds {size_text(over.measured)} by "
-            f"measured activations, and was planned to hold {size_text(over.planned)} by estimated ones. Nothing else "
-            f"on these stages keeps to the limit: {error}. Give --rank-memory-limit {math.ceil(over.measured)} or "
-            "more, smaller microbatches, or each rank fewer layers"
-        ) from None
-    return best.spec, None, reasons

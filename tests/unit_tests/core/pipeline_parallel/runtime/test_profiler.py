@@ -47,10 +47,9 @@ def test_two_ranks_measure_and_come_to_the_same_costs(tmp_path):
             return chunk.run(microbatch, hidden)
 
         stage = ModelStage(run, chunk.sink, begins=chunk.begins, ends=chunk.ends)
-        stages = profiler.weigh({ps.pp_rank: stage})
         channel = P2P(ps)
         assert channel.ping() == 0  # no link has carried anything
-        executor = Executor(plan, ps.pp_rank, stages, channel, recorder=recorder)
+        executor = Executor(plan, ps.pp_rank, {ps.pp_rank: stage}, channel, recorder=recorder)
         for iteration in range(7):
             executor.run(iteration)
             if iteration == 3:
@@ -102,7 +101,7 @@ def run_alone(name, profiler, iterations, microbatches=4, stage=None):
     layers = Layers()
     own = stage or ModelStage(layers.run, layers.sink, begins=True, ends=True)
     recorder = Recorder(Device("cpu"), [profiler])
-    executor = Executor(plan, 0, profiler.weigh({0: own}), None, recorder=recorder)
+    executor = Executor(plan, 0, {0: own}, None, recorder=recorder)
     executor._channel = NoChannel()
     for iteration in iterations:
         executor.run(iteration)
@@ -117,22 +116,13 @@ def profiler_of(**window):
     return Profiler(Device("cpu"), (0,), **window)
 
 
-def test_memory_is_what_the_graph_and_the_filed_operands_hold():
+def test_the_peak_is_what_the_graph_and_the_filed_operands_hold():
     """F leaves LAYERS inputs and the output; between B and W there are inputs and gradients of LAYERS outputs."""
     profiler = profiler_of(start=1, end=4)
     run_alone("zb-h1", profiler, range(4))
-    figures = profiler.local_figures()
-    ((stage, after_f, after_b),) = figures["activations"]
-    assert stage == 0
-    assert after_f == pytest.approx((LAYERS + 1) * TENSOR, rel=0.02)
-    assert after_b == pytest.approx(2 * LAYERS * TENSOR, rel=0.02)
-    assert figures["peak_bytes"] == pytest.approx(2 * LAYERS * TENSOR, rel=0.2)
-    costs = costs_of([figures], build_plan("zb-h1", Request(1, 1)).placement)
-    assert (costs.activation, costs.held_after_b) == ((after_f,), (after_b,))
+    assert profiler.local_figures()["peak_bytes"] == pytest.approx(2 * LAYERS * TENSOR, rel=0.2)
     fused = profiler_of(start=1, end=4)
     run_alone("gpipe", fused, range(4), microbatches=3)
-    ((_, after_f, after_b),) = fused.local_figures()["activations"]
-    assert after_f == after_b == pytest.approx((LAYERS + 1) * TENSOR, rel=0.02)
     assert fused.local_figures()["peak_bytes"] == pytest.approx(3 * (LAYERS + 1) * TENSOR, rel=0.1)
 
 
@@ -168,7 +158,6 @@ def test_a_step_that_breaks_off_or_repeats_forwards_is_not_kept():
     with pytest.raises(FloatingPointError):
         run_alone("gpipe", profiler, [0], 2, ModelStage(run, None, begins=True, ends=True))
     assert profiler.local_figures() is None
-    assert not profiler.watching
     recorder = Recorder(Device("cpu"), [profiler])
     recorder.begin_step(plan, 0, 1)
     for place in range(4):
