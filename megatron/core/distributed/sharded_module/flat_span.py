@@ -1,9 +1,11 @@
-"""Which elements of a parameter a rank holds, who holds the rest, and what operations know of both."""
+"""Which elements of a parameter a rank holds, who holds the rest, and tensors that know both."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from inspect import currentframe
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -82,25 +84,59 @@ def _box(offset: Sequence[int], view: Tensor) -> tuple[slice, ...]:
 
 
 class TensorPart(Tensor):
-    """What operations know of a `ShardedTensor`. local: this rank's part, 1-D. place: which elements these are. dims:
-    its shape, quicker to read."""
+    """What operations know of a `ShardedTensor`. local: this rank's part, 1-D. place: which elements of the whole
+    tensor these are. dims: its shape, quicker to read; another one of as many elements for a view."""
 
     local: Tensor
     place: FlatSpan
     dims: tuple[int, ...]
 
-    def again(self, local: Tensor, shape: Sequence[int] | None = None) -> TensorPart:
-        """The same elements of another tensor, of this one's shape unless another is given."""
-        raise NotImplementedError
+    @staticmethod
+    def __new__(cls, local: Tensor, place: FlatSpan, shape: Sequence[int] | None = None) -> Self:
+        dims = place.meta.global_shape if shape is None else tuple(shape)
+        new: Self = Tensor._make_wrapper_subclass(cls, dims, dtype=local.dtype, device=local.device)
+        new.local, new.place, new.dims = local, place, dims
+        return new
 
-    def part_of(self, value: Tensor) -> Tensor:
-        """1-D: of a tensor of this one's shape, sharded or whole, this rank's elements."""
-        raise NotImplementedError
+    def again(self, local: Tensor, shape: Sequence[int] | None = None) -> Self:
+        """The same elements of another tensor, of this one's shape unless another is given."""
+        return type(self)(local, self.place, self.dims if shape is None else shape)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, a copy on every rank. Communicates over the ranks that hold it."""
-        raise NotImplementedError
+        """The whole tensor, a copy on every rank. Communicates over the ranks that hold it: all of them call."""
+        return self.place.whole(self.local).view(self.shape)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """1-D: of a tensor of this one's shape, sharded or whole, this rank's elements. Raises ModelError for parts of
+        other elements."""
+        if not isinstance(value, TensorPart):
+            return self.place.part_of(value)
+        if not self.place.agrees(value.place):
+            ours, theirs = ((one.start, one.end) for one in (self.place, value.place))
+            raise ModelError(
+                f"{self.place.meta.name!r}: this rank has elements {theirs} of one tensor and {ours} of the other, "
+                "which were sharded otherwise: use full_tensor() of one of them, or torch.distributed.checkpoint "
+                "between them, which cuts anew"
+            )
+        return value.local
 
     def refusal(self, asked: str) -> ModelError:
         """asked: what this rank's part is not enough for."""
-        raise NotImplementedError
+        place, who = self.place, _running_optimizer()
+        return ModelError(
+            f"{who}{asked} of {place.meta.name!r} {tuple(self.shape)}, of which this rank has elements "
+            f"[{place.start}, {place.end}): that needs the whole tensor. What is elementwise works here, and "
+            "sums and norms of all elements; full_tensor() is the whole one, model.unshard() makes attributes whole, "
+            "full_state_dict() has all weights; optimizers of whole matrices train under "
+            "data_parallel_sharding_strategy='no_shard', or use an elementwise one (AdamW, SGD, Lion)"
+        )
+
+
+def _running_optimizer() -> str:
+    """Whose step an operation is part of, as the beginning of a message."""
+    frame = currentframe()
+    while frame is not None:
+        if isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return f"{type(owner).__name__}.step(): "
+        frame = frame.f_back
+    return ""
