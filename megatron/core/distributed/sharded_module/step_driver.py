@@ -53,7 +53,6 @@ class StepDriver:
         self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._penalties: dict[str, Tensor] = {}  # of this step
         self._holds_sum = False  # the gradients are sums that a next backward adds to
-        self._own = dict(module.named_parameters())
         self.shards = ShardParameters(engine.buffer, module, engine.ps.tp_group, taken)
         engine.release_gradients()
         self.write_back()
@@ -89,9 +88,7 @@ class StepDriver:
         if not in_backward():
             training = torch.is_grad_enabled()
             self._check_parameters(training)
-            self.used = True
             self.shards.read_whole(False)
-            self.shards.set_in_forward(False)  # an interrupt may have left it
             self.write_back()
             if self._armed:
                 self._abandon_step()
@@ -103,17 +100,18 @@ class StepDriver:
         shards, was = self.shards.registered, set(self.shards.names)
         changed = [
             name
-            for name, own in self._own.items()
-            if {own.requires_grad, shards[name].requires_grad} != {name in was}
+            for name, own in self.shards.own.items()
+            if not own.requires_grad == shards[name].requires_grad == (name in was)
         ]
         if changed and training:
             raise ModelError(
                 f"requires_grad of {sorted(changed)} was changed after fully_shard, which cuts memory by it: set it "
                 "before, or leave these parameters out of the optimizer; torch.no_grad() trains nothing"
             )
-        known = set() if self.used else {id(shard) for shard in shards.values()}
-        late = [name for name, one in self.module.named_parameters() if known and id(one) not in known]
-        if late:
+        if self.used:
+            return
+        self.used, known = True, {id(shard) for shard in shards.values()}
+        if late := [name for name, one in self.module.named_parameters() if id(one) not in known]:
             raise ModelError(
                 f"{late} came with a module that was put in after fully_shard: each rank would train it by itself; "
                 "do it before"
