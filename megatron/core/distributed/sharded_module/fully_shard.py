@@ -32,7 +32,7 @@ from megatron.core.module import ModelError
 from megatron.core.sharding_table import STRATEGIES, goes_with_outer, grads_are_sharded
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.units import UnitModule
+from megatron.core.units import UnitModule, matched_units
 
 
 def fully_shard(
@@ -70,7 +70,7 @@ def fully_shard(
     if sync_module_states:
         broadcast_weights([module], ps, without=taken.keys())
     engine = FullyShardedDataParallel(module, ps, config, fsdp_unit_modules=unit_modules)
-    driver = StepDriver(module, engine, unit_modules, taken)
+    driver = StepDriver(module, engine, [(module,), *matched_units(module, unit_modules)], taken)
     for one in module.modules():
         if one is module or DRIVER in one.__dict__:  # of a call inside
             one.__dict__[DRIVER] = driver

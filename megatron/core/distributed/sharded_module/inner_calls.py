@@ -14,7 +14,7 @@ from megatron.core.distributed.sharded_module.sharded_engine import FullySharded
 from megatron.core.distributed.sharded_module.step_driver import DRIVER, StepDriver
 from megatron.core.module import MegatronModule, ModelError
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.units import UnitModule, matched_units
+from megatron.core.units import UnitModule
 
 
 class InnerCalls:
@@ -69,12 +69,12 @@ class InnerCalls:
         """The modules of the calls inside, the units that they were given, and the call's `own`, which take
         precedence."""
         together = [set(names) for names in own if isinstance(names, tuple)]
-        found: list[tuple[str, ...]] = []
-        for path, driver in self.drivers.items():
-            found.append((path,))
-            for modules in matched_units(driver.module, driver.unit_modules):
-                found.append(tuple(self._paths[id(module)] for module in modules))
-        kept = (names for names in dict.fromkeys(found) if not any(set(names) <= one for one in together))
+        found = dict.fromkeys(
+            tuple(self._paths[id(module)] for module in unit)
+            for driver in self.drivers.values()
+            for unit in driver.units
+        )
+        kept = (names for names in found if not any(set(names) <= one for one in together))
         return [*kept, *own]
 
     def take_over(self, ps: ParallelState, config: DistributedDataParallelConfig) -> dict[int, nn.Parameter]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +37,8 @@ UNCOPIED = (
 
 class ShownShards(OwnParameters):
     """Shows others the shards in the place of a module's own parameters, one as an attribute, all that are walked
-    over; in forwards and backwards of the module its own. `own` are always its own; first: names -> the first names of their parameters."""
+    over; in forwards and backwards of the module its own. `own` are always its own; first: names -> the first names of
+    their parameters."""
 
     def __init__(self, own: Mapping[str, nn.Parameter | None], shards: ShardParameters) -> None:
         super().__init__(dict.items(own) if isinstance(own, OwnParameters) else own)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.custom_fsdp.bucket_memory import trained
 from megatron.core.distributed.sharded_module.parameter_reads import in_backward
-from megatron.core.distributed.sharded_module.shard_parameters import UNCOPIED, ShardParameters
+from megatron.core.distributed.sharded_module.shard_parameters import ShardParameters
 from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.sharded_module.sharded_tensor import local_grad, local_part
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
-from megatron.core.units import UnitModule
 
 DRIVER = "_fully_sharded"  # a module's only attribute of ours
 
@@ -34,18 +33,18 @@ class StepDriver:
     """Begins and ends the engine's steps, and has the shards in the place of the module's parameters.
 
     taken: shards of calls inside, by the id of the module's own parameter. sync: whether the backward that comes next
-    reduces. Each one that does adds to what `zero_grad` has left. used: a forward has run. unit_modules: what the
-    engine's units were made of.
+    reduces. Each one that does adds to what `zero_grad` has left. used: a forward has run. units: modules of those
+    that were asked for.
     """
 
     def __init__(
         self,
         module: nn.Module,
         engine: FullyShardedDataParallel,
-        unit_modules: Sequence[UnitModule],
+        units: list[tuple[nn.Module, ...]],
         taken: Mapping[int, nn.Parameter],
     ) -> None:
-        self.module, self.engine, self.unit_modules = module, engine, unit_modules
+        self.module, self.engine, self.units = module, engine, units
         self.sync, self.used = True, False
         self._armed = self._is_last = False  # a backward is under way; it ends the step
         self._held: bool | None = None  # this step adds to what `.grad` held; None before its first backward
@@ -64,9 +63,6 @@ class StepDriver:
             shard.register_hook(functools.partial(_hears_penalty, heard, name))
             for name, shard, _ in self.shards
         ]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ModelError(UNCOPIED)
 
     def release(self) -> dict[int, nn.Parameter]:
         """The module is a plain one again, its weights are those of the shards: these, by the id of a parameter."""
