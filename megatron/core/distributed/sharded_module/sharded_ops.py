@@ -39,10 +39,11 @@ def _operation(func: Any) -> Operation:
     name = _name(func)
     if name in _BY_NAME and func._overloadname != "other":  # the larger of two
         return _BY_NAME[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return _lists
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _random
-    of_lists = name.startswith(("_foreach_", "_fused_"))
-    return _elementwise if of_lists or torch.Tag.pointwise in func.tags else _refused
+    return _elementwise if torch.Tag.pointwise in func.tags else _refused
 
 
 def _name(func: Any) -> str:
@@ -53,27 +54,26 @@ def _name(func: Any) -> str:
 
 
 def _elementwise(func: Any, args: Args, kwargs: Options) -> Any:
-    """Of foreach and fused kernels' lists place by place."""
     writes = _arguments(func)
     named = dict(zip(writes, args, strict=False)) | kwargs
-    listed = isinstance(args[0], _LISTS)
-    rows = [one if listed else (one,) for one in named.values() if not listed or isinstance(one, _LISTS)]
-    likes = [_first(place) for place in itertools.zip_longest(*rows)]
-    own = {}
-    for name, value in named.items():
-        if not listed:
-            own[name] = _own(value, likes[0], func, writes[name])
-        elif isinstance(value, _LISTS):
-            pairs = zip(value, likes, strict=False)
-            own[name] = [one if like is None else _own(one, like, func, writes[name]) for one, like in pairs]
-        else:
-            own[name] = value
-    result = func(**own)
-    if listed:
-        pairs = zip(result or (), likes, strict=False)
-        return result and [one if like is None else _again(one, like, func) for one, like in pairs]
-    target = next((name for name in named if writes[name]), None)
-    return named[target] if target else _again(result, likes[0], func)
+    like = _first(named.values())
+    result = func(**{name: _own(value, like, func, writes[name]) for name, value in named.items()})
+    written = [value for name, value in named.items() if writes[name]]
+    return written[0] if written else _again(result, like, func)
+
+
+def _lists(func: Any, args: Args, kwargs: Options) -> Any:
+    """Of foreach and fused kernels, place by place."""
+    writes = _arguments(func)
+    named = dict(zip(writes, args, strict=False)) | kwargs
+    lists = {name: value for name, value in named.items() if isinstance(value, _LISTS)}
+    likes = [_first(place) for place in itertools.zip_longest(*lists.values())]
+    for name, values in lists.items():
+        pairs = zip(values, likes, strict=False)
+        named[name] = [one if like is None else _own(one, like, func, writes[name]) for one, like in pairs]
+    result = func(**named)
+    pairs = zip(result or (), likes, strict=False)
+    return result and [one if like is None else _again(one, like, func) for one, like in pairs]
 
 
 def _own(value: Any, like: Any, func: Any, writes: bool) -> Any:
