@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.state import LocalPiece, part_pieces
 from megatron.core.module import ModelError
-from megatron.core.param_meta import ParamMeta, Region, region_parts, region_slices
+from megatron.core.param_meta import ParamMeta, region_parts
 from megatron.core.transport import collectives
 from megatron.core.transport.parallel_state import Group
 
@@ -56,27 +56,23 @@ class FlatSpan:
         """1-D: of this rank's elements those that no other tensor parallel rank counts."""
         if self.tensor_parallel is None:
             return part
-        own = [
-            one.reshape(-1)
-            for region in self._owned_regions()
-            for one in region_slices(region, self.meta.local_shape, part, self.start, self.end)
-        ]
-        return torch.cat([part[:0], *own])
+        return torch.cat([part[:0], *(view.reshape(-1) for _, view in self._owned_parts(part))])
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole tensor, on every rank. Communicates over the groups."""
         found = part.new_zeros(self.meta.global_shape)
-        for region in self._owned_regions():
-            for offset, view in region_parts(region, self.meta.local_shape, part, self.start, self.end):
-                found[_box(offset, view)] = view
+        for offset, view in self._owned_parts(part):
+            found[_box(offset, view)] = view
         as_bytes = found.view(-1).view(torch.uint8)  # zeros of others change no bit, nor a zero's sign
         for group in self.groups:
             collectives.all_reduce(as_bytes, group)
         return found
 
-    def _owned_regions(self) -> Iterator[Region]:
+    def _owned_parts(self, part: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
         rank = 0 if self.tensor_parallel is None else self.tensor_parallel.rank
-        return (region for region in self.meta.parts if rank % region.copies == 0)
+        for region in self.meta.parts:
+            if rank % region.copies == 0:
+                yield from region_parts(region, self.meta.local_shape, part, self.start, self.end)
 
 
 def _box(offset: Sequence[int], view: Tensor) -> tuple[slice, ...]:

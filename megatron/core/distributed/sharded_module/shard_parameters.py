@@ -26,9 +26,6 @@ from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.parallel_state import Group
 
-BUILD_IT_AFTERWARDS = (
-    "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"
-)
 UNCOPIED = (
     "a sharded module cannot be copied or pickled: its memory and groups are its own; copy the module before "
     "fully_shard, or load full_state_dict() into another one"
@@ -211,7 +208,8 @@ class ShardParameters:
         if names := sorted(name for own, name in self.first.items() if own in updated):
             raise ModelError(
                 f"{type(optimizer).__name__} has parameters that fully_shard has cut, {names[:3]} for one, and "
-                f"would train nothing: {BUILD_IT_AFTERWARDS}"
+                "would train nothing: build the optimizer after the last fully_shard, over what model.parameters() "
+                "gives then: the shards"
             )
         if any(id(shard) in updated for shard in self.registered.values()):
             self.may_have_changed = True

@@ -118,14 +118,15 @@ class StepDriver:
         self._held = None
         self.engine.driver.contributed = False
         self._penalties.clear()
-        self.engine.begin_step(None, keep_gradients=self._holds_sum and self._has_gradients())
+        self.engine.begin_step(None, keep_gradients=self._has_sum())
 
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.shards.current())
+    def _has_sum(self) -> bool:
+        """Whether there are gradients that a backward may add to."""
+        return self._holds_sum and any(parameter.grad is not None for parameter in self.shards.current())
 
     def _decide_held(self) -> None:
         """In the first backward of a step."""
-        engine, self._held = self.engine, self._holds_sum and self._has_gradients()
+        engine, self._held = self.engine, self._has_sum()
         if self._held and engine.sharding.main_grads is ShardOver.NONE and engine.place.dp_size > 1:
             self._held = False
             # sync, on this path only: zero_grad(set_to_none=False) leaves zeros, which may be overwritten
