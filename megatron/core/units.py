@@ -10,7 +10,6 @@ one.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -100,12 +99,6 @@ def find_units(
         dataclasses.replace(unit, nests=bool(inside[unit.index]), nested=unit.index in nested)
         for unit in units
     )
-
-
-def forward_order(chunks: Sequence[nn.Module], units: Sequence[Unit]) -> tuple[int, ...]:
-    """The units in the order in which their modules are registered: the order of the forward, as far as that tells."""
-    to_the_end = [unit.index for unit in units if unit.spans]
-    return tuple(unit for unit, _ in itertools.groupby(_registered(chunks, units) + to_the_end))
 
 
 def derive_units(chunks: Sequence[nn.Module], unit_modules: Sequence[UnitModule]) -> tuple[ModelUnit, ...]:

@@ -98,6 +98,9 @@ def add_gradient(total: Tensor, addend: Tensor, *, overwrite: bool = False, scal
     An addend of another dtype is added some rows at a time: the addition first widens it into a temporary. Without
     memory, where nothing is widened, it is one call.
     """
+    if overwrite and scale != 1.0 and total.dtype == addend.dtype:
+        torch.mul(addend, scale, out=total)
+        return
     if overwrite:
         total.copy_(addend)
         if scale != 1.0:

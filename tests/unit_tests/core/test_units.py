@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core.module import ModelError, ModelUnit
-from megatron.core.units import Unit, derive_units, find_units, forward_order
+from megatron.core.units import Unit, derive_units, find_units
 
 
 def linear() -> nn.Linear:
@@ -58,7 +58,6 @@ def test_the_rest_is_a_unit_per_run_of_neighbours():
         assert units[3].names == ("norm.weight", "norm.bias", "head.weight")
         assert [unit.backward_reads for unit in units] == [False, True, True, True], "lookups read no weights"
         assert not any(unit.spans or unit.lasts for unit in units)
-        assert forward_order([Model()], ()) == ()
 
 
 def test_subclasses_match_and_the_innermost_unit_owns():
@@ -90,7 +89,6 @@ def test_a_tuple_of_names_is_one_unit_that_lasts():
     assert tied.modules == (model.embed, model.head)
     assert (tied.spans, tied.lasts, tied.backward_reads) == (False, True, True)
     assert [unit.lasts for unit in units[1:]] == [False] * 4
-    assert forward_order([model], units) == (0, 1, 2, 3, 4, 0)
     neighbours = units_of(Model(), Layer, ("embed", "position"))
     assert not neighbours[0].lasts, "nothing runs in between"
     assert not neighbours[0].backward_reads
@@ -104,7 +102,6 @@ def test_what_a_container_owns_itself_spans_the_model():
     assert units[0].names == ("layers.scale",)
     assert (units[0].spans, units[0].lasts) == (True, True)
     assert units[0].modules == (model,)
-    assert forward_order([model], units) == (0, 1, 2, 3, 4, 0), "to the model's last operation"
     assert units_of(Model(), Model)[0].spans, "a model that is one unit"
 
 
@@ -139,8 +136,6 @@ def test_nested_declared_units_run_around_their_inner_ones():
     units = {unit.name: unit for unit in units_of(model, declared=declared)}
     assert units["layer 0"].names == ("layers.0.inner.weight",)
     assert units["expert"].names == ("layers.0.expert.up.weight",)
-    order = forward_order([model], tuple(units.values()))
-    assert order == (0, 1, units["expert"].index, 2, 3)
 
 
 def test_several_chunks():
@@ -151,7 +146,6 @@ def test_several_chunks():
         ("a", ("a.inner.weight", "a.expert.up.weight")),
         ("b", ("b.inner.weight", "b.expert.up.weight")),
     ]
-    assert forward_order(chunks, units) == (0, 1)
 
 
 def test_errors_name_what_is_wrong():

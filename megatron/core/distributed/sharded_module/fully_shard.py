@@ -32,7 +32,7 @@ from megatron.core.module import ModelError
 from megatron.core.sharding_table import STRATEGIES, goes_with_outer, grads_are_sharded
 from megatron.core.transport.collectives import broadcast_weights
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.units import UnitModule
+from megatron.core.units import UnitModule, matched_units
 
 
 def fully_shard(
@@ -70,7 +70,7 @@ def fully_shard(
     if sync_module_states:
         broadcast_weights([module], ps, without=taken.keys())
     engine = FullyShardedDataParallel(module, ps, config, fsdp_unit_modules=unit_modules)
-    driver = StepDriver(module, engine, unit_modules, taken)
+    driver = StepDriver(module, engine, [(module,), *matched_units(module, unit_modules)], taken)
     for one in module.modules():
         if one is module or DRIVER in one.__dict__:  # of a call inside
             one.__dict__[DRIVER] = driver
@@ -241,19 +241,17 @@ def _check_whole(module: nn.Module, engine: FullyShardedDataParallel, state: Map
     first = _first_names(module)
     shapes = {name: _shape(value) for name, value in module.state_dict(keep_vars=True).items()}
     shapes |= {name: engine.buffer.param_meta[first[name]].local_shape for name in first}
-    given: dict[str, list[str]] = {}  # parameter -> its names in `state`
-    for name in first.keys() & state.keys():
-        given.setdefault(first[name], []).append(name)
+    known = sorted(first.keys() & state.keys())
+    given = {first[name]: name for name in reversed(known)}
     wrong = {name for name in shapes.keys() - state.keys() if first.get(name) not in given}
     wrong |= {name for name in state if name not in shapes or shapes[name] != _shape(state[name])}
     if wrong:
         raise ModelError(f"weights that are missing, unknown or of another shape: {sorted(wrong)}")
-    for one, *others in map(sorted, given.values()):
-        for other in others:
-            if not torch.equal(state[one].cpu(), state[other].cpu()):
-                raise ModelError(
-                    f"{one!r} and {other!r} are one weight here, and have different values: give one of them"
-                )
+    for name in known:
+        if (other := given[first[name]]) != name and not torch.equal(state[other].cpu(), state[name].cpu()):
+            raise ModelError(
+                f"{other!r} and {name!r} are one weight here, and have different values: give one of them"
+            )
 
 
 def _copied(value: Any) -> Any:
@@ -267,13 +265,12 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 @functools.cache
 def _class_of(cls: Any, taken: frozenset[str]) -> type[nn.Module]:
     """The class with ours behind it. taken: names of ours that the module has children, parameters or buffers of."""
-    own = {name: property(functools.partial(_registered, name)) for name in taken}
+    own = {
+        name: property(lambda module, name=name: nn.Module.__getattr__(module, name))  # type: ignore[misc]
+        for name in taken
+    }
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, **own}
     return type(cls)(f"FullySharded{cls.__name__}", (cls, FullyShardedModule), names)
-
-
-def _registered(name: str, module: nn.Module) -> Any:
-    return nn.Module.__getattr__(module, name)
 
 
 def sharded_grad_scaler(model: FullyShardedModule, **kwargs: Any) -> torch.amp.GradScaler:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.sharded_module.shard_parameters import ShownShards, shared_with_others
+from megatron.core.distributed.sharded_module.shard_parameters import ShownShards, cut_by_others
 from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.sharded_module.step_driver import DRIVER, StepDriver
 from megatron.core.module import MegatronModule, ModelError
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.units import UnitModule, matched_units
+from megatron.core.units import UnitModule
 
 
 class InnerCalls:
@@ -26,25 +26,28 @@ class InnerCalls:
     def __init__(self, module: nn.Module) -> None:
         self._name = name = f"fully_shard({type(module).__name__})"
         self._paths = {id(one): path for path, one in module.named_modules()}
-        here = dict.fromkeys(one.__dict__[DRIVER] for one in module.modules() if DRIVER in one.__dict__)
-        inside = (driver for driver in here if id(driver.module) in self._paths)
-        self.drivers: dict[str, StepDriver] = {self._paths[id(one.module)]: one for one in inside}
+        here: list[StepDriver] = [one.__dict__[DRIVER] for one in module.modules() if DRIVER in one.__dict__]
+        self.drivers = {self._paths[key]: one for one in here if (key := id(one.module)) in self._paths}
         if DRIVER in module.__dict__:
             raise ModelError(
                 f"{name} for a second time: it is sharded already, in place; leave out one of the calls"
             )
         known = [driver.shards for driver in self.drivers.values()]
-        for own in (one.__dict__["_parameters"] for one in module.modules()):
-            if isinstance(own, ShownShards) and own.shards not in known:
+        cut = cut_by_others(known)
+        for path, owner in module.named_modules():
+            for parameter, own in dict.items(owner._parameters):
+                if id(own) not in cut:
+                    continue
+                if isinstance(owner._parameters, ShownShards):
+                    raise ModelError(
+                        f"{name}: a module around it is sharded already, and its parameters with it; call fully_shard "
+                        "from the inside out: each layer, then the model"
+                    )
+                shared = ".".join(filter(None, (path, parameter)))
                 raise ModelError(
-                    f"{name}: a module around it is sharded already, and its parameters with it; call fully_shard from "
-                    "the inside out: each layer, then the model"
+                    f"{name}: {shared!r} is shared with a module that was given to fully_shard before, which has cut "
+                    "it: leave out the calls for modules that share weights; the call around both makes them one unit"
                 )
-        if shared := shared_with_others(module.named_parameters(), known):
-            raise ModelError(
-                f"{name}: {shared!r} is shared with a module that was given to fully_shard before, which has cut it: "
-                "leave out the calls for modules that share weights; the call around both makes them one unit"
-            )
         if self.drivers and isinstance(module, MegatronModule):
             raise ModelError(
                 f"{name} after fully_shard of modules inside it: it says its units itself (units()); leave the calls "
@@ -66,12 +69,12 @@ class InnerCalls:
         """The modules of the calls inside, the units that they were given, and the call's `own`, which take
         precedence."""
         together = [set(names) for names in own if isinstance(names, tuple)]
-        found: list[tuple[str, ...]] = []
-        for path, driver in self.drivers.items():
-            found.append((path,))
-            for modules in matched_units(driver.module, driver.unit_modules):
-                found.append(tuple(self._paths[id(module)] for module in modules))
-        kept = (names for names in dict.fromkeys(found) if not any(set(names) <= one for one in together))
+        found = dict.fromkeys(
+            tuple(self._paths[id(module)] for module in unit)
+            for driver in self.drivers.values()
+            for unit in driver.units
+        )
+        kept = (names for names in found if not any(set(names) <= one for one in together))
         return [*kept, *own]
 
     def take_over(self, ps: ParallelState, config: DistributedDataParallelConfig) -> dict[int, nn.Parameter]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterator, Mapping, ValuesView
 from types import MappingProxyType
 from typing import Any
 
@@ -26,9 +26,6 @@ from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.parallel_state import Group
 
-BUILD_IT_AFTERWARDS = (
-    "build the optimizer after the last fully_shard, over what model.parameters() gives then: the shards"
-)
 UNCOPIED = (
     "a sharded module cannot be copied or pickled: its memory and groups are its own; copy the module before "
     "fully_shard, or load full_state_dict() into another one"
@@ -37,18 +34,20 @@ UNCOPIED = (
 
 class ShownShards(OwnParameters):
     """Shows others the shards in the place of a module's own parameters, one as an attribute, all that are walked
-    over; in forwards and backwards of the module its own. `own` are always its own."""
+    over; in forwards and backwards of the module its own. `own` are always its own; first: names -> the first names of
+    their parameters."""
 
     def __init__(self, own: Mapping[str, nn.Parameter | None], shards: ShardParameters) -> None:
         super().__init__(dict.items(own) if isinstance(own, OwnParameters) else own)
         self.on_read, self.shards = getattr(own, "on_read", None), shards
         self.own = self.plain()
+        self.first = {name: shards.first[id(p)] for name, p in self.own.items() if p is not None}
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter, shards = super().__getitem__(name), self.shards
         if parameter is None or shards.in_forward or shards.readable or in_backward():
             return parameter
-        return shards.registered[shards.first[id(parameter)]]
+        return shards.registered[self.first[name]]
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
         return self._listed().items()
@@ -57,7 +56,7 @@ class ShownShards(OwnParameters):
         return self._listed().values()
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        first = self._names().get(name)
+        first = self.first.get(name)
         known = {id(shard): one for one, shard in self.shards.registered.items()}
         if first is None or value is None or known.get(id(value), first) != first:
             raise ModelError(
@@ -80,16 +79,10 @@ class ShownShards(OwnParameters):
         """What the module has now: a plain dict in its forwards where nobody listens, which compilers look into."""
         return self.own if self.shards.in_forward and self.on_read is None else self
 
-    def _names(self) -> dict[str, str | None]:
-        """The module's names -> the parameter's first name."""
-        return {name: p if p is None else self.shards.first[id(p)] for name, p in self.own.items()}
-
     def _listed(self) -> dict[str, nn.Parameter | None]:
         if self.shards.in_forward or in_backward():
             return self.own
-        return {
-            name: self.shards.registered[first] if first else None for name, first in self._names().items()
-        }
+        return self.own | {name: self.shards.registered[first] for name, first in self.first.items()}
 
 
 class ShardParameters:
@@ -114,34 +107,33 @@ class ShardParameters:
         self.names, sharding = buffer.names, buffer.sharding
         self.in_forward = self.may_have_changed = False
         self._whole = self.readable = sharding.weights is ShardOver.NONE
-        self._parts = {name: buffer.main_weight_part(name) for name in buffer.names}
-        self._parts |= {name: buffer.weight_part(name) for name in buffer.frozen}
+        # `.data` has a version of its own: what the engine writes to the same memory is no change.
+        self._parts = {name: buffer.main_weight_part(name).data for name in buffer.names}
+        self._parts |= {name: buffer.weight_part(name).data for name in buffer.frozen}
         # Made before the first step begins, so that these views do not keep gradients at rest from being released.
         self.grads = [buffer.main_grad_part(name) for name in self.names]
         cut_of = dict.fromkeys(buffer.frozen, sharding.weights) | dict.fromkeys(
             buffer.names, sharding.optimizer
         )
         self._places = {name: _place(buffer, name, cut_of[name], tensor_parallel) for name in self._parts}
-        own = {} if module is None else dict(module.named_parameters())
-        # `.data` has a version of its own: what the engine writes to the same memory is no change.
+        self.own = {} if module is None else dict(module.named_parameters())
+        self.first = {id(parameter): name for name, parameter in self.own.items()}
         self.registered = {
-            name: taken[id(own[name])]
-            if name in own and id(own[name]) in taken
-            else nn.Parameter(self.shown(name, part.data), requires_grad=name in self.names)
+            name: nn.Parameter(self.shown(name, part), requires_grad=name in self.names)
             for name, part in self._parts.items()
-        }
+        } | {self.first[own]: shard for own, shard in taken.items()}
         for name, shard in self.registered.items():
             if isinstance(shard, ShardedTensor):
                 place = self._places[name]
                 if not place.agrees(shard.place):
                     shard.local = place.part_of(shard.full_tensor()).clone()
                 shard.place = place
-        self._storages = {name: _storage(part) for name, part in self._parts.items()}
         self._versions = self._current_versions()
-        self.first: dict[int, str] = {}
         self._shown: list[tuple[nn.Module, ShownShards]] = []
-        if module is not None:
-            self._take_places(module)
+        for owner in () if module is None else module.modules():
+            if owner is module or owner._parameters:
+                self._shown.append((owner, ShownShards(owner._parameters, self)))
+        self.set_in_forward(False)
         _LIVE.add(self)
         _watch_optimizers()
 
@@ -177,7 +169,7 @@ class ShardParameters:
         changed = self.may_have_changed
         for name, shard in self.registered.items():
             part, own = self._parts[name], local_part(shard)
-            if _storage(own) == self._storages[name]:
+            if own is part or (own.data_ptr() == part.data_ptr() and not isinstance(shard, ShardedTensor)):
                 continue
             if (own.shape, own.dtype) != (part.shape, part.dtype):
                 raise ModelError(
@@ -187,7 +179,7 @@ class ShardParameters:
                 )
             part.copy_(own.detach())
             if isinstance(shard, ShardedTensor):
-                shard.local = part.data
+                shard.local = part
             else:
                 shard.data = self.shown(name, part)
             changed = True
@@ -200,10 +192,9 @@ class ShardParameters:
 
     def set_in_forward(self, in_forward: bool) -> None:
         """A forward begins or ends."""
-        if in_forward is not self.in_forward:
-            self.in_forward = in_forward
-            for owner, shown in self._shown:
-                owner.__dict__["_parameters"] = shown.in_use()
+        self.in_forward = in_forward
+        for owner, shown in self._shown:
+            owner.__dict__["_parameters"] = shown.in_use()
 
     def release(self) -> dict[int, nn.Parameter]:
         """Give the module its own parameters back: the shards, by the ids of these."""
@@ -212,19 +203,13 @@ class ShardParameters:
         _LIVE.discard(self)
         return {own: self.registered[name] for own, name in self.first.items()}
 
-    def _take_places(self, module: nn.Module) -> None:
-        self.first = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._own = list(module.parameters())  # so that no other gets one of these ids
-        for owner in (one for one in module.modules() if one is module or one._parameters):
-            shown = owner.__dict__["_parameters"] = ShownShards(owner.__dict__["_parameters"], self)
-            self._shown.append((owner, shown))
-
     def before_step(self, optimizer: torch.optim.Optimizer, updated: set[int]) -> None:
         """Raises ModelError where it has parameters of the module's own, whose gradients never come."""
         if names := sorted(name for own, name in self.first.items() if own in updated):
             raise ModelError(
                 f"{type(optimizer).__name__} has parameters that fully_shard has cut, {names[:3]} for one, and "
-                f"would train nothing: {BUILD_IT_AFTERWARDS}"
+                "would train nothing: build the optimizer after the last fully_shard, over what model.parameters() "
+                "gives then: the shards"
             )
         if any(id(shard) in updated for shard in self.registered.values()):
             self.may_have_changed = True
@@ -250,16 +235,9 @@ def _place(buffer: FlatBuffer, name: str, cut: ShardOver, tensor_parallel: Group
     )
 
 
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-
-
-def shared_with_others(
-    parameters: Iterable[tuple[str, nn.Parameter]], known: Collection[ShardParameters]
-) -> str | None:
-    """The name of a parameter that others than the known ones have cut."""
-    cut = {own for shards in _LIVE if shards not in known for own in shards.first}
-    return next((name for name, parameter in parameters if id(parameter) in cut), None)
+def cut_by_others(known: Collection[ShardParameters]) -> set[int]:
+    """Ids of the parameters that others than the known ones have cut."""
+    return {own for shards in _LIVE if shards not in known for own in shards.first}
 
 
 _LIVE: weakref.WeakSet[ShardParameters] = weakref.WeakSet()

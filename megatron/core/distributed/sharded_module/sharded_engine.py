@@ -16,15 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.custom_fsdp.data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.custom_fsdp.stage_units import EngineUnits
+from megatron.core.distributed.custom_fsdp.stage_units import find_units_of
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.sharded_module.unit_driver import UnitDriver
 from megatron.core.module import ModelChunks, ModelError
 from megatron.core.sharding_table import ShardOver
 from megatron.core.transport.mesh import data_parallel_state, parallel_state_of_mesh
 from megatron.core.transport.parallel_state import ParallelState
-from megatron.core.unit_accesses import Accesses
-from megatron.core.units import UnitModule, declared_units, find_units, forward_order
+from megatron.core.units import UnitModule, declared_units, derive_units
 
 
 class FullyShardedDataParallel(DistributedDataParallel):
@@ -52,11 +51,10 @@ class FullyShardedDataParallel(DistributedDataParallel):
         refuse_plans(config)
         modules = (chunks,) if isinstance(chunks, nn.Module) else tuple(chunks)
         words = config.fsdp_unit_modules if fsdp_unit_modules is None else fsdp_unit_modules
-        units = find_units(modules, ModelChunks(modules).parameters, declared_units(modules), words)
-        forwards = [tuple((unit,) for unit in forward_order([module], units)) for module in modules]
-        needed = EngineUnits(units, tuple(Accesses(row, row[::-1]) for row in forwards))
+        declared = declared_units(modules) or derive_units(modules, words or ())
+        units = find_units_of(ModelChunks(modules), declared, ())
         self.driver = UnitDriver()
-        super().__init__(modules, ranks_of(ps_or_mesh), config, units=needed, listener=self.driver)
+        super().__init__(modules, ranks_of(ps_or_mesh), config, units=units, listener=self.driver)
         if self.sharding.main_grads is not ShardOver.NONE and len(modules) > 1:
             raise ModelError(
                 f"--data-parallel-sharding-strategy {config.data_parallel_sharding_strategy}: a rank with "

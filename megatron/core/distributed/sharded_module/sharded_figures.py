@@ -49,9 +49,9 @@ def norms(tensors: Sequence[Any], order: float) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(one.double(), order) for one in whole])
 
 
-# [1] fp64 of a tensor and an operation's named arguments.
-FIGURES: dict[str, Callable[[Any, dict[str, Any]], Tensor]] = {
-    "sum": lambda one, _: sums([one]),
-    "mean": lambda one, _: sums([one]) / one.numel(),
-    "linalg_vector_norm": lambda one, options: norms([one], float(options.get("ord", 2))),
+# [1] fp64 of a tensor, and an operation's other arguments.
+FIGURES: dict[str, Callable[..., Tensor]] = {
+    "sum": lambda one, *_, **__: sums([one]),
+    "mean": lambda one, *_, **__: sums([one]) / one.numel(),
+    "linalg_vector_norm": lambda one, ord=2, *_, **__: norms([one], float(ord)),
 }

@@ -11,7 +11,9 @@ refused       everything else: it would need more than the rank's part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,15 +31,13 @@ Operation = Callable[[Any, Args, Options], Any]
 
 def run(func: Any, args: Args, kwargs: Options) -> Any:
     """One operation that has a sharded tensor among its arguments."""
-    operation = _KNOWN.get(func)
-    if operation is None:
-        operation = _KNOWN[func] = _operation(func)
-    return operation(func, args, kwargs)
+    return _operation(func)(func, args, kwargs)
 
 
+@functools.cache
 def _operation(func: Any) -> Operation:
     name = _name(func)
-    if name in _BY_NAME:
+    if name in _BY_NAME and func._overloadname != "other":  # the larger of two
         return _BY_NAME[name]
     if name.startswith(("_foreach_", "_fused_")):
         return _lists
@@ -54,63 +54,29 @@ def _name(func: Any) -> str:
 
 
 def _elementwise(func: Any, args: Args, kwargs: Options) -> Any:
-    like = args[0] if isinstance(args[0], TensorPart) else _first((*args, *kwargs.values()))
-    written = _written(func)
-    if written:
-        target = (
-            args[written[0]] if written[0] < len(args) else kwargs[func._schema.arguments[written[0]].name]
-        )
-        if not isinstance(target, TensorPart):
-            raise like.refusal(f"writing a whole tensor ({_name(func)}) with values")
-    own = [_own(one, like, func) for one in args]
-    result = func(*own, **{name: _own(one, like, func) for name, one in kwargs.items()})
-    return target if written else _again(result, like, func)
+    writes = _arguments(func)
+    named = dict(zip(writes, args, strict=False)) | kwargs
+    like = _first(named.values())
+    result = func(**{name: _own(value, like, func, writes[name]) for name, value in named.items()})
+    written = [value for name, value in named.items() if writes[name]]
+    return written[0] if written else _again(result, like, func)
 
 
 def _lists(func: Any, args: Args, kwargs: Options) -> Any:
-    likes: list[Any] = []  # the first sharded tensor at each place of the lists
-    for one in args:
-        if isinstance(one, _LISTS):
-            likes += [None] * (len(one) - len(likes))
-            for place, tensor in enumerate(one):
-                if likes[place] is None and isinstance(tensor, TensorPart):
-                    likes[place] = tensor
-    written = _written(func)
-    own: list[Any] = []
-    for index, one in enumerate(args):
-        if isinstance(one, _LISTS):
-            if index in written:
-                _check_written(one, likes, func)
-            one = [
-                (
-                    value.local
-                    if isinstance(value, TensorPart) and value.place is like.place
-                    else _own(value, like, func)
-                )
-                if like is not None
-                else value
-                for value, like in zip(one, likes, strict=False)
-            ]
-        own.append(one)
-    results = func(*own, **kwargs)
-    if results is None:
-        return None
-    pairs = zip(results, likes, strict=True)
-    return [one if like is None else _again(one, like, func) for one, like in pairs]
+    """Of foreach and fused kernels, place by place."""
+    writes = _arguments(func)
+    named = dict(zip(writes, args, strict=False)) | kwargs
+    lists = {name: value for name, value in named.items() if isinstance(value, _LISTS)}
+    likes = [_first(place) for place in itertools.zip_longest(*lists.values())]
+    for name, values in lists.items():
+        pairs = zip(values, likes, strict=False)
+        named[name] = [one if like is None else _own(one, like, func, writes[name]) for one, like in pairs]
+    result = func(**named)
+    pairs = zip(result or (), likes, strict=False)
+    return result and [one if like is None else _again(one, like, func) for one, like in pairs]
 
 
-def _check_written(values: Sequence[Any], likes: Sequence[Any], func: Any) -> None:
-    for value, like in zip(values, likes, strict=False):
-        if (
-            like is not None
-            and not isinstance(value, TensorPart)
-            and isinstance(value, Tensor)
-            and value.dim()
-        ):
-            raise like.refusal(f"writing a whole tensor ({_name(func)}) with values")
-
-
-def _own(value: Any, like: Any, func: Any) -> Any:
+def _own(value: Any, like: Any, func: Any, writes: bool) -> Any:
     """This rank's part of an argument of an operation on `like`."""
     if isinstance(value, TensorPart):
         if value.place is like.place and value.dims is like.dims:
@@ -119,9 +85,11 @@ def _own(value: Any, like: Any, func: Any) -> Any:
             raise like.refusal(f"{_name(func)} with a sharded tensor of shape {tuple(value.shape)}")
         return like.part_of(value)
     if isinstance(value, _LISTS):
-        return [_own(one, like, func) for one in value]
+        return [_own(one, like, func, writes) for one in value]
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
+    if writes:
+        raise like.refusal(f"writing a whole tensor ({_name(func)}) with values")
     if value.dim() > like.dim():
         raise like.refusal(f"{_name(func)} with a tensor of shape {tuple(value.shape)}")
     return like.place.part_of(value.expand(like.shape))
@@ -129,11 +97,9 @@ def _own(value: Any, like: Any, func: Any) -> Any:
 
 def _again(result: Any, like: Any, func: Any) -> Any:
     """A sharded tensor of what was computed of a part."""
-    if isinstance(result, _LISTS):
-        return type(result)(_again(one, like, func) for one in result)
-    if isinstance(result, Tensor) and result.shape != like.local.shape:
+    if not isinstance(result, Tensor) or result.shape != like.local.shape:
         raise like.refusal(_name(func))
-    return like.again(result) if isinstance(result, Tensor) else result
+    return like.again(result)
 
 
 def _new(func: Any, args: Args, kwargs: Options) -> Any:
@@ -175,15 +141,14 @@ def _alias(func: Any, args: Args, kwargs: Options) -> Any:
 def _view(func: Any, args: Args, kwargs: Options) -> Any:
     like, *more = args
     asked = _of_whole(func, like, more, kwargs)
-    if asked.numel() != like.numel() or any(isinstance(one, torch.dtype) for one in more):
+    if (asked.numel(), asked.dtype) != (like.numel(), like.dtype):
         raise like.refusal(_name(func))
     return like.again(like.local, asked.shape)
 
 
-def _of_whole(func: Any, like: Any, more: Iterable[Any], kwargs: Options) -> Tensor:
+def _of_whole(func: Any, like: Any, more: Iterable[Any], kwargs: Options) -> Any:
     """What the operation gives for the whole tensor, without values."""
-    result: Tensor = func(torch.empty(like.shape, dtype=like.dtype, device="meta"), *more, **kwargs)
-    return result
+    return func(torch.empty(like.shape, dtype=like.dtype, device="meta"), *more, **kwargs)
 
 
 # Over ranks ----------------------------------------------------------------------------------------------
@@ -197,18 +162,12 @@ def _list_of_norms(func: Any, args: Args, kwargs: Options) -> Any:
 
 def _reduced(func: Any, args: Args, kwargs: Options) -> Any:
     like, *more = args
-    if func in (torch.ops.aten.max.other, torch.ops.aten.min.other):
-        return _elementwise(func, args, kwargs)
-    names = [argument.name for argument in func._schema.arguments]
-    options = dict(zip(names[1:], more, strict=False)) | kwargs
-    dims = options.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    if dims and {dim % like.dim() for dim in dims} != set(range(like.dim())):
-        raise like.refusal(f"{_name(func)} over dims {dims}")
+    expected = _of_whole(func, like, more, kwargs)
+    if not isinstance(expected, Tensor) or expected.numel() != 1:
+        raise like.refusal(f"{_name(func)} over some dims")
     if _name(func) not in FIGURES:
         return _gathered(func, args, kwargs)
-    expected = _of_whole(func, like, more, kwargs)  # its shape and dtype
-    return FIGURES[_name(func)](like, options).to(expected.dtype).view(expected.shape)
+    return FIGURES[_name(func)](like, *more, **kwargs).to(expected.dtype).view(expected.shape)
 
 
 def _gathered(func: Any, args: Args, kwargs: Options) -> Any:
@@ -245,45 +204,25 @@ def _first(values: Iterable[Any]) -> Any:
     return None
 
 
-def _written(func: Any) -> tuple[int, ...]:
-    """Places of the arguments that it writes."""
-    found = _WRITTEN.get(func)
-    if found is None:
-        arguments = enumerate(func._schema.arguments)
-        found = tuple(i for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
-        _WRITTEN[func] = found
-    return found
+@functools.cache
+def _arguments(func: Any) -> dict[str, bool]:
+    """Names of its arguments, and whether it writes them."""
+    return {
+        one.name: one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments
+    }
 
 
-_KNOWN: dict[Any, Operation] = {}
-_WRITTEN: dict[Any, tuple[int, ...]] = {}
-_BY_NAME: dict[str, Operation] = {
-    **dict.fromkeys(
-        ("copy_", "fill_", "zero_", "_to_copy", "masked_fill", "masked_fill_", "isclose", "_pin_memory"),
-        _elementwise,
-    ),
-    **dict.fromkeys(
-        (
-            "abs_",
-            "fill",
-            "floor_divide",
-            "floor_divide_",
-            "empty_like",
-            "zeros_like",
-            "ones_like",
-            "full_like",
-        ),
-        _elementwise,
-    ),
-    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
-    **dict.fromkeys(("detach", "alias", "lift_fresh"), _alias),
-    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze", "expand"), _view),
-    **dict.fromkeys(
-        (*FIGURES, "max", "amax", "min", "amin", "any", "all", "var", "std", "count_nonzero"), _reduced
-    ),
-    **dict.fromkeys(("dot", "vdot", "equal", "allclose", "_local_scalar_dense", "is_nonzero"), _gathered),
-    **dict.fromkeys(("is_pinned", "record_stream"), _of_part),
-    "index_put_": _put_where,
-    "_foreach_norm": _list_of_norms,
-    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+_KINDS: dict[Operation, str] = {
+    _elementwise: "copy_ fill_ fill zero_ abs_ floor_divide floor_divide_ isclose masked_fill masked_fill_ "
+    "_to_copy _pin_memory empty_like zeros_like ones_like full_like",
+    _new: "new_empty new_zeros new_ones new_full",
+    _alias: "detach alias lift_fresh",
+    _view: "view _unsafe_view _reshape_alias unsqueeze squeeze expand",
+    _reduced: "sum mean linalg_vector_norm max amax min amin any all var std count_nonzero",
+    _gathered: "dot vdot equal allclose _local_scalar_dense is_nonzero",
+    _of_part: "is_pinned record_stream",
+    _put_where: "index_put_",
+    _list_of_norms: "_foreach_norm",
+    _unscale: "_amp_foreach_non_finite_check_and_unscale_",
 }
+_BY_NAME = {name: operation for operation, names in _KINDS.items() for name in names.split()}

@@ -10,8 +10,6 @@ whole tensor, of which the rank takes its part, and pickling is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from inspect import currentframe
 from typing import Any
 
 import torch
@@ -20,30 +18,16 @@ from torch.optim.optimizer import _foreach_supported_types as _foreach_of_optimi
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_of_clipping
 
 from megatron.core.distributed.sharded_module import sharded_ops
-from megatron.core.distributed.sharded_module.flat_span import FlatSpan, TensorPart
+from megatron.core.distributed.sharded_module.flat_span import TensorPart
 from megatron.core.module import ModelError
 
 
 class ShardedTensor(TensorPart):
-    """place: what of the whole tensor this rank holds. shape: another one of as many elements (a view's)."""
-
-    @staticmethod
-    def __new__(cls, local: Tensor, place: FlatSpan, shape: Sequence[int] | None = None) -> ShardedTensor:
-        dims = place.meta.global_shape if shape is None else tuple(shape)
-        new: ShardedTensor = Tensor._make_wrapper_subclass(cls, dims, dtype=local.dtype, device=local.device)
-        new.local, new.place, new.dims = local, place, dims
-        return new
-
-    def again(self, local: Tensor, shape: Sequence[int] | None = None) -> ShardedTensor:
-        return ShardedTensor(local, self.place, self.dims if shape is None else shape)
+    """A `TensorPart` on which operations work."""
 
     def to_local(self) -> Tensor:
         """This rank's part, 1-D; its memory."""
         return self.local
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor, a copy on every rank. Communicates over the ranks that hold it: all of them call."""
-        return self.place.whole(self.local).view(self.shape)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raises ModelError: arrays and lists are of whole tensors."""
@@ -68,36 +52,11 @@ class ShardedTensor(TensorPart):
             )
         self.local = self.part_of(value).clone()
 
-    def part_of(self, value: Tensor) -> Tensor:
-        """1-D: of a tensor of this one's shape, sharded or whole, this rank's elements. Raises ModelError for parts of
-        other elements."""
-        if not isinstance(value, ShardedTensor):
-            return self.place.part_of(value)
-        if not self.place.agrees(value.place):
-            ours, theirs = ((one.start, one.end) for one in (self.place, value.place))
-            raise ModelError(
-                f"{self.place.meta.name!r}: this rank has elements {theirs} of one tensor and {ours} of the other, "
-                "which were sharded otherwise: use full_tensor() of one of them, or torch.distributed.checkpoint "
-                "between them, which cuts anew"
-            )
-        return value.local
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return sharded_ops.run(func, args, kwargs or {})
-
-    def refusal(self, asked: str) -> ModelError:
-        """asked: what this rank's part is not enough for."""
-        place, who = self.place, _running_optimizer()
-        return ModelError(
-            f"{who}{asked} of {place.meta.name!r} {tuple(self.shape)}, of which this rank has elements "
-            f"[{place.start}, {place.end}): that needs the whole tensor. What is elementwise works here, and "
-            "sums and norms of all elements; full_tensor() is the whole one, model.unshard() makes attributes whole, "
-            "full_state_dict() has all weights; optimizers of whole matrices train under "
-            "data_parallel_sharding_strategy='no_shard', or use an elementwise one (AdamW, SGD, Lion)"
-        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         place = self.place
@@ -140,16 +99,6 @@ class ShardedTensor(TensorPart):
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         offset = tuple(index.offset)
         return next(piece.tensor for piece in self.place.pieces(self.local) if piece.offset == offset)
-
-
-def _running_optimizer() -> str:
-    """Whose step an operation is part of, as the beginning of a message."""
-    frame = currentframe()
-    while frame is not None:
-        if isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
-            return f"{type(owner).__name__}.step(): "
-        frame = frame.f_back
-    return ""
 
 
 # As torch adds its DTensor: where nothing is said, lists of these go through foreach kernels as plain tensors do, and

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.custom_fsdp.bucket_memory import trained
 from megatron.core.distributed.sharded_module.parameter_reads import in_backward
-from megatron.core.distributed.sharded_module.shard_parameters import UNCOPIED, ShardParameters
+from megatron.core.distributed.sharded_module.shard_parameters import ShardParameters
 from megatron.core.distributed.sharded_module.sharded_engine import FullyShardedDataParallel
 from megatron.core.distributed.sharded_module.sharded_tensor import local_grad, local_part
 from megatron.core.module import ModelError
 from megatron.core.sharding_table import ShardOver
-from megatron.core.units import UnitModule
 
 DRIVER = "_fully_sharded"  # a module's only attribute of ours
 
@@ -34,18 +33,18 @@ class StepDriver:
     """Begins and ends the engine's steps, and has the shards in the place of the module's parameters.
 
     taken: shards of calls inside, by the id of the module's own parameter. sync: whether the backward that comes next
-    reduces. Each one that does adds to what `zero_grad` has left. used: a forward has run. unit_modules: what the
-    engine's units were made of.
+    reduces. Each one that does adds to what `zero_grad` has left. used: a forward has run. units: modules of those
+    that were asked for.
     """
 
     def __init__(
         self,
         module: nn.Module,
         engine: FullyShardedDataParallel,
-        unit_modules: Sequence[UnitModule],
+        units: list[tuple[nn.Module, ...]],
         taken: Mapping[int, nn.Parameter],
     ) -> None:
-        self.module, self.engine, self.unit_modules = module, engine, unit_modules
+        self.module, self.engine, self.units = module, engine, units
         self.sync, self.used = True, False
         self._armed = self._is_last = False  # a backward is under way; it ends the step
         self._held: bool | None = None  # this step adds to what `.grad` held; None before its first backward
@@ -53,7 +52,6 @@ class StepDriver:
         self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
         self._penalties: dict[str, Tensor] = {}  # of this step
         self._holds_sum = False  # the gradients are sums that a next backward adds to
-        self._own = dict(module.named_parameters())
         self.shards = ShardParameters(engine.buffer, module, engine.ps.tp_group, taken)
         engine.release_gradients()
         self.write_back()
@@ -65,9 +63,6 @@ class StepDriver:
             shard.register_hook(functools.partial(_hears_penalty, heard, name))
             for name, shard, _ in self.shards
         ]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ModelError(UNCOPIED)
 
     def release(self) -> dict[int, nn.Parameter]:
         """The module is a plain one again, its weights are those of the shards: these, by the id of a parameter."""
@@ -89,9 +84,7 @@ class StepDriver:
         if not in_backward():
             training = torch.is_grad_enabled()
             self._check_parameters(training)
-            self.used = True
             self.shards.read_whole(False)
-            self.shards.set_in_forward(False)  # an interrupt may have left it
             self.write_back()
             if self._armed:
                 self._abandon_step()
@@ -103,17 +96,18 @@ class StepDriver:
         shards, was = self.shards.registered, set(self.shards.names)
         changed = [
             name
-            for name, own in self._own.items()
-            if {own.requires_grad, shards[name].requires_grad} != {name in was}
+            for name, own in self.shards.own.items()
+            if not own.requires_grad == shards[name].requires_grad == (name in was)
         ]
         if changed and training:
             raise ModelError(
                 f"requires_grad of {sorted(changed)} was changed after fully_shard, which cuts memory by it: set it "
                 "before, or leave these parameters out of the optimizer; torch.no_grad() trains nothing"
             )
-        known = set() if self.used else {id(shard) for shard in shards.values()}
-        late = [name for name, one in self.module.named_parameters() if known and id(one) not in known]
-        if late:
+        if self.used:
+            return
+        self.used, known = True, {id(shard) for shard in shards.values()}
+        if late := [name for name, one in self.module.named_parameters() if id(one) not in known]:
             raise ModelError(
                 f"{late} came with a module that was put in after fully_shard: each rank would train it by itself; "
                 "do it before"
@@ -124,14 +118,15 @@ class StepDriver:
         self._held = None
         self.engine.driver.contributed = False
         self._penalties.clear()
-        self.engine.begin_step(None, keep_gradients=self._holds_sum and self._has_gradients())
+        self.engine.begin_step(None, keep_gradients=self._has_sum())
 
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.shards.current())
+    def _has_sum(self) -> bool:
+        """Whether there are gradients that a backward may add to."""
+        return self._holds_sum and any(parameter.grad is not None for parameter in self.shards.current())
 
     def _decide_held(self) -> None:
         """In the first backward of a step."""
-        engine, self._held = self.engine, self._holds_sum and self._has_gradients()
+        engine, self._held = self.engine, self._has_sum()
         if self._held and engine.sharding.main_grads is ShardOver.NONE and engine.place.dp_size > 1:
             self._held = False
             # sync, on this path only: zero_grad(set_to_none=False) leaves zeros, which may be overwritten

@@ -73,7 +73,6 @@ class UnitDriver:
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._entered: dict[int, None] = {}  # in the backward under way, and not over
         self._done: set[int] = set()  # all gradients of the microbatch have come
-        self._begun = 0  # of the order of reductions
         self._before_it: set[int] = set()  # in use when the forward under way began
 
     def attach(self, engine: DistributedDataParallel) -> None:
@@ -101,8 +100,7 @@ class UnitDriver:
         unit_of = {id(module): unit.index for unit in self._units for module in unit.modules}
         called = [one for chunk in self._chunks for one in chunk.modules() if id(one) in unit_of]
         registered = [unit_of[id(module)] for module in called]
-        self._order = list(dict.fromkeys(registered))[::-1]
-        self._turn = {unit: turn for turn, unit in enumerate(self._order)}
+        self._order = list(dict.fromkeys(registered))
         self.begin_step(None)
         self._reads = ParameterReads(self._units, self._read)
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
@@ -143,7 +141,7 @@ class UnitDriver:
         self._missing = [set(own) for own in self._keys]
         self._entered.clear()
         self._done.clear()
-        self._begun = 0
+        self._to_reduce = self._order.copy()  # from its end
         self.begin_backward(is_last=self._left == 1)
 
     # Weights --------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ class UnitDriver:
         """A contribution is about to be written. Whether it overwrites. Raises ModelError where no more was to come."""
         self.on_backward()
         self.contributed, unit = True, self._unit_of[key]
-        if self._overlap and (key not in self._missing[unit] or self._turn[unit] < self._begun):
+        if self._overlap and key not in self._missing[unit]:
             raise ModelError(
                 f"a gradient for parameter {key!r} arrived after its unit {self._units[unit].name!r} had "
                 "all its gradients of the microbatch: a module that runs several times under reentrant activation "
@@ -190,9 +188,10 @@ class UnitDriver:
     def _complete(self, units: Collection[int]) -> None:
         """What of these has not come by now does not come in this microbatch. See [Note: order]."""
         self._done.update(units)
-        while self._reduces and self._begun < len(self._order) and self._order[self._begun] in self._done:
-            self._reductions.start(self._order[self._begun])
-            self._begun += 1
+        while self._reduces and self._to_reduce and self._to_reduce[-1] in self._done:
+            unit = self._to_reduce.pop()
+            self._missing[unit].clear()
+            self._reductions.start(unit)
 
     # Hooks ----------------------------------------------------------------------------------------------
 
@@ -221,8 +220,8 @@ class UnitDriver:
         if unit is not None:
             self._watch(output, unit)
             # What runs again inside a backward has its own soon.
-            if not (self._by_step or self._units[unit].lasts or unit in self._entered or in_backward()):
-                self._in_use.discard(unit)
+            if not (self._units[unit].lasts or unit in self._entered or in_backward()):
+                self._over((unit,))
         if not self._stack:
             self._end(output)
 
@@ -240,10 +239,10 @@ class UnitDriver:
 
     def _read(self, unit: Unit) -> None:
         """See [Note: modules that are not called]. Outside of forwards only the user asks, for a shape perhaps."""
-        first = unit.index not in self._forward.read
-        if not in_backward() and self._stack and first:
-            self._forward.read[unit.index] = None
-        if in_backward() or (self._stack and first):
+        again = in_backward()
+        if again or (self._stack and unit.index not in self._forward.read):
+            if not again:
+                self._forward.read[unit.index] = None
             self._need(unit.index, self._ahead)
 
     def _watch(self, output: Any, unit: int) -> None:
