@@ -85,9 +85,7 @@ def test_a_model_that_needs_values_is_measured_alone_and_that_is_said(tmp_path):
         said = "Theoretical memory footprints of pipeline rank 0: " in run.output
         assert said is not needs_values
         assert ("iteration 2, planned / measured: weights" in run.output) is not needs_values
-        assert (
-            "provider or forward step cannot be run on tensors without memory" in run.output
-        ) is needs_values
+        assert ("provider or forward step on tensors without memory raised (" in run.output) is needs_values
         assert ("iteration 2; in no plan: weights" in run.output) is needs_values
 
 

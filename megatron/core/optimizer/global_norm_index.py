@@ -58,9 +58,9 @@ class GlobalNormIndex:
     """Built once, communicating over mp, and over expert_mp where experts lie on a grid of their own.
 
     size: regions of the whole model. owned: (name, region) of those that this rank answers for, or for a part of them.
-    over_world: the optimizer is sharded, and data parallel ranks have a part each. asks_all: `whole` is the same on all
-    ranks of the world, and not on those of a copy of the model alone. of_earlier_stages: this rank's parameters that an
-    earlier stage holds too.
+    over_world: the optimizer is sharded, and data parallel ranks have a part each. same_everywhere: `whole` is the
+    same on all ranks of the world, and not on those of a copy of the model alone. of_earlier_stages: this rank's
+    parameters that an earlier stage holds too.
 
     Raises ModelError where stages have different parameters of one name.
     """
@@ -70,7 +70,7 @@ class GlobalNormIndex:
         self.over_world = buffer.sharding.optimizer is not ShardOver.NONE
         apart = ps.experts is not None
         self._group = ps.world_group if self.over_world or apart else ps.mp_group
-        self.asks_all = self._group.size == ps.world_group.size
+        self.same_everywhere = self._group.size == ps.world_group.size
         regions = [
             (_held(name, buffer, order, region), region)
             for order, name in enumerate(buffer.names)

@@ -126,7 +126,7 @@ class MixedPrecisionOptimizer(Stepper):
                     full.zero_()
             sums, *zeros = self._index.whole(full)
         nonfinite = not all(map(math.isfinite, sums))
-        if not self._index.asks_all:
+        if not self._index.same_everywhere:
             flag = torch.tensor([float(nonfinite)], device=self.ps.device.torch_device)
             collectives.all_reduce(flag, self.ps.world_group, "max")
             nonfinite = any(host_values(flag))  # sync: the host decides whether to step

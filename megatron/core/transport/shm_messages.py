@@ -1,16 +1,17 @@
 """Messages from one rank to another of the same host, through memory that both see: a ring of slots, one a message.
 
 Where a message goes through sockets, its sender takes 200 us in cold caches and threads of gloo as much again; through
-memory a copy at each end. The sender puts message n once the receiver has taken n - slots, and waits for that: as a
-ring has more slots than a pipeline has messages under way (`most_sends`), it seldom does. The receiver takes messages
-when it waits for one, oldest first. So a ring waits for less than messages would that each block until they are
-received, and a plan whose messages may all block cannot deadlock in it.
+memory a copy at each end. The sender puts message n once the receiver has taken n - slots, and waits for that: where
+messages go by gloo as many sends are under way at most (`most_sends`). The receiver takes messages when it waits for
+one, oldest first. So a ring waits for less than messages would that each block until they are received, and a plan
+whose messages may all block cannot deadlock in it. A send is complete once it is in the ring.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,9 +36,9 @@ from megatron.core.transport.shared_memory import (
 if TYPE_CHECKING:
     from megatron.core.transport.parallel_state import Group
 
-RING_BYTES = 16 << 20  # of all slots; routes with longer messages go by gloo
+RING_BYTES = 16 << 20  # routes whose slots take more go by gloo
 _PUT, _TAKEN = 0, 8  # counters: of the sender, of the receiver
-_ASLEEP = {"send": 9, "receive": 1}  # beside the counter of the same writer
+_ASLEEP = {"send": 9, "receive": 1}  # whether that end sleeps; beside the counter that it waits for
 _LONGEST_S = 0.05  # of a sleep
 _TAG = 1  # of what ends say of their memory
 
@@ -72,7 +73,9 @@ class SharedRoute:
         self._posted: collections.deque[Tensor] = collections.deque()  # to be received
 
     def start(self, tensor: Tensor) -> Pending:
-        """Send it, or receive into it; contiguous. Raises PeerLostError, which names the other end."""
+        """Send it, or receive into it; contiguous. Waits where the ring is full. Raises PeerLostError, which names the
+        other end."""
+        assert tensor.nbytes <= self._ring.slot_bytes, f"{tensor.nbytes} bytes in {self._ring.slot_bytes}"
         if self._group.observer is not None:
             self._group.observer(*self._described)
         pending = Pending(self._op, self._group, None, (tensor,), peer=self._peer)
@@ -81,7 +84,7 @@ class SharedRoute:
                 self._put(tensor)
             else:
                 if len(self._posted) == self._ring.num_slots:
-                    self.receive(self._number + 1)
+                    self._group.traffic.wait_for(functools.partial(self.receive, self._number + 1))
                 self._posted.append(tensor)
                 pending.work = Arriving(self, self._number + len(self._posted))
         except RuntimeError as error:
@@ -105,7 +108,7 @@ class SharedRoute:
     def _put(self, tensor: Tensor) -> None:
         free = self._number - self._ring.num_slots + 1  # so many are taken when there is room
         if self._counters[_TAKEN] < free:
-            self._wait(_TAKEN, free)
+            self._group.traffic.wait_for(functools.partial(self._wait, _TAKEN, free))
         ctypes.memmove(self._slots[self._number % len(self._slots)], tensor.data_ptr(), tensor.nbytes)
         self._write(_PUT, self._number + 1, "receive")
 
@@ -146,17 +149,18 @@ def open_route(
     if group.peers is not None or group.device.kind != "cpu" or slot_bytes * num_slots > RING_BYTES:
         return by_messages
     num_bytes = COUNTER_BYTES + slot_bytes * num_slots
-    here = torch.tensor([os.getpid(), -1, new_token()])
+    here = torch.tensor([os.getpid(), -1, new_token(), num_bytes])
     there = torch.empty_like(here)
     towards, back = P2PRoute("send", place, group, _TAG), P2PRoute("receive", place, group, _TAG)
     if op == "receive":
         back.start(there).wait()
-        process, file, token = there.tolist()
+        process, file, token, theirs = there.tolist()
+        assert theirs == num_bytes, f"a ring of {num_bytes} bytes here, {theirs} at its sender"
         memory = map_file(process, file, token, num_bytes)
         here[1] = 0 if memory is not None else -1
         towards.start(here).wait()
     else:
-        process, _, token = here.tolist()
+        process, _, token, _ = here.tolist()
         here[1] = file = new_file(num_bytes, token)
         try:
             memory = map_file(process, file, token, num_bytes)

@@ -52,9 +52,9 @@ def limit_fault(config: Config, undescribed: str) -> Problem | None:
         return None
     flags = tuple(f"--{name.replace('_', '-')}" for name in names)
     fix = (
-        "build the model and run its forward step without reading values of tensors (.item(), .tolist(), branches on "
-        "them), or leave the limit out; --fsdp-reshard-policy budget --fsdp-memory-budget BYTES bounds gathered "
-        "weights and gradients alone"
+        "mend it, if that is a mistake; a model can be looked at where it is built and its forward step run without "
+        "reading values of tensors (.item(), .tolist(), branches on them). Or leave the limit out; "
+        "--fsdp-reshard-policy budget --fsdp-memory-budget BYTES bounds gathered weights and gradients alone"
     )
     return Problem("own-model", flags, f"{flags[0]}: {undescribed}", fix)
 

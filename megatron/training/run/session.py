@@ -23,7 +23,11 @@ from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transport import collectives, host_data, parallel_state
 from megatron.core.transport.parallel_state import ParallelState
 from megatron.core.words import counted
-from megatron.estimate.own_description import description_as_json, description_from_json
+from megatron.estimate.own_description import (
+    OwnDescription,
+    description_as_json,
+    description_from_json,
+)
 from megatron.training.config import limits
 from megatron.training.config.config import Config
 from megatron.training.config.launch_env import LaunchEnv
@@ -46,7 +50,7 @@ from megatron.training.run.measuring import measured_exchange_wire
 _OF_DEVICE = 0.9  # of a GPU's memory: --rank-memory-limit auto. The rest is the allocator's and NCCL's.
 
 
-Look = Callable[[Config, Tokenizer], tuple[Config, str]]
+Look = Callable[[Config, Tokenizer], tuple[OwnDescription | None, str]]
 
 
 def initialize(config: Config, env: LaunchEnv, folder: RunFolder, look: Look | None = None) -> Session:
@@ -166,11 +170,12 @@ def _planned(
         config = config.replace(rank_memory_limit=min(host_data.all_gather_json(share, ps.control_group)))
     undescribed = ""
     if asks_for_costs(config) or config.data_parallel_size > 1:
-        # One rank looks: all see the same, and ranks of a machine share its cores.
+        own, why = (None, "") if look is None else look(config, tokenizer)
+        # One rank looks at a model of the flags: all would see the same, and ranks of a machine share its cores.
         mine: list[Any] = []
         if ps.is_first_rank:
-            seen, why = (described(config), "") if look is None else look(config, tokenizer)
-            mine = [description_as_json(seen.description), why]
+            seen = own if own is not None or why else described(config).description
+            mine = [description_as_json(seen), why]
         content, undescribed = host_data.all_gather_json(mine, ps.control_group)[0]
         config = dataclasses.replace(config, description=description_from_json(content))
         config = dataclasses.replace(config, exchange_wire=measured_exchange_wire(config, ps))

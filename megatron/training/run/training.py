@@ -44,7 +44,7 @@ from megatron.training.run.build import ModelProvider, UnsplittableError, build_
 from megatron.training.run.data import DatasetsProvider
 from megatron.training.run.loop import Ending, TrainingLoop
 from megatron.training.run.pipeline import build_runner
-from megatron.training.run.rehearse.own_model import Provided, described_run
+from megatron.training.run.rehearse.own_model import Provided, described_own
 from megatron.training.run.rehearse.rehearsal import rehearse, tell_of_peers
 from megatron.training.run.session import initialize
 
@@ -153,7 +153,7 @@ class _Run:
                 self.config,
                 self.env,
                 self.folder,
-                lambda config, tokenizer: described_run(
+                lambda config, tokenizer: described_own(
                     config, Provided(model_provider, forward_step, tokenizer)
                 ),
             )

@@ -152,7 +152,7 @@ def test_only_words_make_figures():
         "metrics.py", "timers.py", "reporter.py", "words.py", "screen.py", "lease.py", "rendezvous.py", "saving.py",
         "schema.py", "simulate.py", "initial_orders.py",
         "page.py", "lanes.py", "charts.py", "run_tests.py", "fsdp_hiding.py",
-        "flags.py", "fully_shard.py", "peer_loss.py", "shm_transport.py",
+        "flags.py", "fully_shard.py", "peer_loss.py", "shared_memory.py",
         "progress.py", "hang_diagnosis.py",
     }  # fmt: skip
     own = re.compile(

@@ -149,10 +149,16 @@ def the_model_stays_what_it_is(ctx, folder) -> None:
         model.new = nn.Parameter(torch.ones(2))
     late = in_torchs_way()
     late.head = nn.Linear(WIDTH, 2)
-    with pytest.raises(
-        ModelError, match=r"'head.weight', 'head.bias'\] came with a module that was put in after"
-    ):
-        late(tokens(0))
+    for _ in range(2):  # not in the first forward alone
+        with pytest.raises(
+            ModelError, match=r"'head.weight', 'head.bias'\] came with a module that was put in after"
+        ):
+            late(tokens(0))
+    fewer = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    fully_shard(fewer[0][1])
+    fully_shard(fewer[0])
+    fewer[0][1] = nn.Identity()  # taken out between two calls
+    assert fully_shard(fewer)(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
 
 class Deep(nn.Module):

@@ -3,7 +3,7 @@
 
 Weights start from their names, so that any cut of the model starts alike. --without makes the model or its provider
 lack what a pipeline needs; --same-names names every stage's parameters alike; --reads-values has the forward step look
-at tokens.
+at tokens; --meets has ranks wait for each other where they build the model.
 """
 
 import sys
@@ -74,6 +74,7 @@ def add_arguments(parser):
     group.add_argument("--without", choices=["set_input_tensor", "vp_stage"])
     group.add_argument("--same-names", action="store_true")
     group.add_argument("--reads-values", action="store_true")
+    group.add_argument("--meets", action="store_true")
     return parser
 
 
@@ -82,6 +83,8 @@ def build(pre_process, post_process, chunk):
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     each = args.num_layers // (ps.pp_size * chunks)
     first = (chunk * ps.pp_size + ps.pp_rank) * each
+    if args.meets:
+        torch.distributed.barrier()
     model = Part if args.without == "set_input_tensor" else Pipelined
     return model(args, first, first + each, pre_process, post_process)
 

@@ -73,6 +73,7 @@ class InnerCalls:
             tuple(self._paths[id(module)] for module in unit)
             for driver in self.drivers.values()
             for unit in driver.units
+            if all(id(module) in self._paths for module in unit)  # others were taken out of the module since
         )
         kept = (names for names in found if not any(set(names) <= one for one in together))
         return [*kept, *own]

@@ -121,7 +121,7 @@ class ShardParameters:
         self.registered = {
             name: nn.Parameter(self.shown(name, part), requires_grad=name in self.names)
             for name, part in self._parts.items()
-        } | {self.first[own]: shard for own, shard in taken.items()}
+        } | {self.first[own]: shard for own, shard in taken.items() if own in self.first}
         for name, shard in self.registered.items():
             if isinstance(shard, ShardedTensor):
                 place = self._places[name]

@@ -163,7 +163,8 @@ def _list_of_norms(func: Any, args: Args, kwargs: Options) -> Any:
 def _reduced(func: Any, args: Args, kwargs: Options) -> Any:
     like, *more = args
     expected = _of_whole(func, like, more, kwargs)
-    if not isinstance(expected, Tensor) or expected.numel() != 1:
+    figure = expected if isinstance(expected, Tensor) else expected[0]  # with its place, of `max(dim)`
+    if figure.numel() != 1:
         raise like.refusal(f"{_name(func)} over some dims")
     if _name(func) not in FIGURES:
         return _gathered(func, args, kwargs)

@@ -106,12 +106,13 @@ class StepDriver:
             )
         if self.used:
             return
-        self.used, known = True, {id(shard) for shard in shards.values()}
+        known = {id(shard) for shard in shards.values()}
         if late := [name for name, one in self.module.named_parameters() if id(one) not in known]:
             raise ModelError(
                 f"{late} came with a module that was put in after fully_shard: each rank would train it by itself; "
                 "do it before"
             )
+        self.used = True
 
     def _begin_step(self) -> None:
         """See [Note: what a step adds to]."""

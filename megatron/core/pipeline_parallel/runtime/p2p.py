@@ -93,10 +93,11 @@ class P2P:
         self._batches = ps.pp_forward_group.backend != "gloo"
 
     def post(self, messages: Sequence[Message]) -> list[Arrival]:
-        """Start a batch of transfers; returns without waiting for any of them.
+        """Start a batch of transfers; returns without waiting for any of them to arrive.
 
-        Waits for the oldest sends where too many are under way, and for the headers of routes that are used for the
-        first time. Raises ModelError where a tensor has not the shape that its route carries, or cannot be sent.
+        Waits for the oldest sends where too many are under way, for room on routes through memory, and for the other
+        end of routes that are used for the first time. Raises ModelError where a tensor has not the shape that its
+        route carries, or cannot be sent.
         """
         known = True
         for op, tensor in messages:

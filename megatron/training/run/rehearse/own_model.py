@@ -43,21 +43,28 @@ class Provided(NamedTuple):
 
 
 def described_run(config: Config, provided: Provided) -> tuple[Config, str]:
-    """With the description of the model that the provider makes, and why there is none. The provider is called where
-    somebody reads it; else it is that of the flags."""
-    if config.description is not None or not asks_for_costs(config):
+    """With the description of the model that the provider makes, and why there is none."""
+    own, undescribed = described_own(config, provided)
+    if own is None and not undescribed:
         return described(config), ""
+    return config if own is None else dataclasses.replace(config, description=own), undescribed
+
+
+def described_own(config: Config, provided: Provided) -> tuple[OwnDescription | None, str]:
+    """The description of a model that is none of the flags, and why there is none of it. The provider is called where
+    somebody reads that. To be called by all ranks: what the provider does may communicate."""
+    if config.description is not None or not asks_for_costs(config):
+        return None, ""
     specs = possible_specs(config.staged_model, config.rank_budget)
     try:
         if with_generators_kept(_is_ours, config, specs[0], provided):
-            return described(config), ""
-        own = with_generators_kept(_own, config, specs, provided)
+            return None, ""
+        return with_generators_kept(_own, config, specs, provided), ""
     except Exception as error:  # of a user's code, which may do on such tensors what it wants
-        return config, (
-            "the model is your own, and its provider or forward step cannot be run on tensors without memory "
-            f"({_words(error)})"
+        return (
+            None,
+            f"running the model provider or forward step on tensors without memory raised ({_words(error)})",
         )
-    return dataclasses.replace(config, description=own), ""
 
 
 def _words(error: Exception) -> str:
