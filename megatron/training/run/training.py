@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -175,6 +177,10 @@ class _Run:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Say why, leave exit.json, and end without waiting for anybody."""
+        # torch's loader says in this signal, wherever the main thread is, that a process of its own has died: an error
+        # out of here would leave this rank waiting for its other processes, and all others for this rank.
+        with contextlib.suppress(ValueError):  # another thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.guard.close()
         watchdog = None if self.session is None else self.session.watchdog
         memory = None if self.loop is None else self.loop.memory

@@ -184,6 +184,23 @@ def test_unwritable_folder_does_not_hide_the_error(capsys, tmp_path):
     assert "could not be written" in shown
 
 
+def test_a_run_that_fails_says_why_whatever_processes_of_its_own_end_meanwhile():
+    """torch's loader raises in SIGCHLD, and would again in the words of the failure."""
+    code = (
+        "import os, signal\n"
+        "from types import SimpleNamespace as Part\n"
+        "from megatron.training.run.training import _Run\n"
+        "def raises(*_): raise RuntimeError('a worker has died')\n"
+        "signal.signal(signal.SIGCHLD, raises)\n"
+        "run = Part(guard=Part(close=lambda: os.kill(os.getpid(), signal.SIGCHLD)), session=None, loop=None,\n"
+        "    env=Part(local_rank=0), folder=Part(release=lambda: None), _report=lambda error, _: print(error))\n"
+        "try: raises()\n"
+        "except RuntimeError as error: _Run.fail(run, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (ExitStatus.BUG, "a worker has died\n", "")
+
+
 def test_hard_exit_flushes_and_runs_nothing():
     code = (
         "import atexit; from megatron.training.guard.exit_status import hard_exit, ExitStatus\n"
