@@ -227,12 +227,16 @@ class WeightGradAccumulator:
             overwrite = self._listener.grad_begins(key)
             main_grad = self.main_grads[key]  # the listener may have put another one in its place
         # Most of them: as `accumulate_wgrad`, in as few calls as there can be.
-        common = main_grad.dtype is dy.dtype and self._scale == 1.0 and ends is None and dy.dim() <= 2
+        same = main_grad.dtype is dy.dtype
+        common = self._scale == 1.0 and ends is None and dy.dim() <= 2
+        common = common and (same or main_grad.numel() <= WIDENED_ELEMENTS)
+        add = main_grad.copy_ if overwrite else main_grad.add_
         if common and x is None:
-            put = main_grad.copy_ if overwrite else main_grad.add_
-            put(dy if dy.dim() == main_grad.dim() else dy.sum(0))
+            add(dy if dy.dim() == main_grad.dim() else dy.sum(0, dtype=main_grad.dtype))
         elif common and x is not None and x.dtype is dy.dtype and x.dim() == 2:
-            if overwrite:
+            if not same:
+                add(product(dy.t(), x))
+            elif overwrite:
                 main_grad.addmm_(dy.t(), x, beta=0.0)
             else:
                 main_grad.addmm_(dy.t(), x)
