@@ -71,8 +71,8 @@ class P2P:
     was just computed and somebody waits for it.
 
     A sent tensor's memory is held until its send was waited for: on gloo nothing else says that it is through, and what
-    plans count holds on every route. Whoever knows says so by `release`; NCCL is asked at every batch. max_sends: so many of the others may be under way once a
-    batch is posted, the oldest are waited for; `most_sends` by default.
+    plans count holds on every route. Whoever knows says so by `release`; NCCL is asked at every batch. max_sends: so
+    many of the others may be under way once a batch is posted, the oldest are waited for; `most_sends` by default.
 
     Raises PeerLostError naming the operation.
     """
@@ -187,15 +187,18 @@ class P2P:
         try:
             for op, tensor in messages:
                 if tensor is not None:
-                    self._keep(op, self._routes[op[0], op[6]][0].start(tensor.contiguous()))
+                    self._keep(op, self._route(op)[0].start(tensor.contiguous()))
             for op, tensor in messages:
                 if tensor is None:
-                    route, like = self._routes[op[0], op[6]]
+                    route, like = self._route(op)
                     buffer = like.new_empty(self._shapes[op[0], op[6]][1])
                     arrivals.append(_Receive(op, buffer, route.start(buffer)))
         except PeerLostError as error:
             raise error if op is None else error.at(op_text(op)) from error
         return arrivals
+
+    def _route(self, op: RawOp) -> tuple[P2PRoute | SharedRoute, Tensor]:
+        return self._routes[op[0], op[6]]
 
     def _start_batch(self, messages: Sequence[Message]) -> list[Arrival]:
         """One batch a direction, over known routes. A direction that sends goes first: a result was just computed, and
